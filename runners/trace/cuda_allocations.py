@@ -25,13 +25,14 @@ ON_HOST = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 # Operators that run and allocate as several, but are one on a fake tensor (ATen/native/TensorCompare.cpp, isinf).
 IN_PARTS: dict[Any, Callable[..., Any]] = {aten.isinf.default: lambda values: values.abs() == math.inf}
 # Operators of libraries that choose their own scratch: cuDNN, cuFFT, cuSOLVER
-UNKNOWN_SCRATCH = {
+_OF_LIBRARIES = {
     getattr(aten, name).default
     for name in (
         *("convolution", "convolution_backward", "_ctc_loss", "_ctc_loss_backward", "_fft_r2c", "_fft_c2r", "_fft_c2c"),
         *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr", "linalg_cholesky_ex", "linalg_lu_factor_ex"),
     )
 }
+_SORTS = (aten.sort.default, aten.sort.stable)
 ZEROS = {getattr(aten, name).default for name in ("zeros", "new_zeros", "zeros_like")}
 # Autograd's formulas fill fresh zeros in place on a GPU, and out of place if they see a fake tensor.
 IN_PLACE = {
@@ -154,3 +155,8 @@ def through_lt(operator: Any, tensors: list[torch.Tensor]) -> bool:
 def in_backward() -> bool:
     """Return whether autograd's engine is running in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def has_unknown_scratch(func: Any, args: Any) -> bool:
+    """Return whether a library chooses the operator's scratch; CUB sorts more than 4,096 values (Sort.cu)."""
+    return func in _OF_LIBRARIES or (func in _SORTS and max(args[0].shape, default=0) > 4096)

@@ -84,7 +84,7 @@ class Tracer(TorchDispatchMode):
         self._inputs: list[torch.Tensor] = []  # of the running operator
         self._begun: list[tuple[weakref.ref[torch.nn.Module], list[int]]] = []  # modules, storages made before them
         self.begun: list[tuple[str, int, list[int]]] = []  # modules that ran: path, own parameters, storages before
-        self._parameters: list[torch.Tensor] = []
+        self._parameters: list[weakref.ref[torch.Tensor]] = []  # a script may drop its first model
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if it makes zeros
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self.noting = False  # whether to record what streams do; needed only if something calls record_stream
@@ -178,7 +178,7 @@ class Tracer(TorchDispatchMode):
                 raise RuntimeError(f"{func.__name__} needs tensors of one floating dtype, not {[*map(str, kinds)]}")
             self._operator = "cuBLAS workspace"
             self._handle(bool(cuda_allocations.LT_APART) and cuda_allocations.through_lt(func, tensors))
-        if on_card and func in cuda_allocations.UNKNOWN_SCRATCH:
+        if on_card and cuda_allocations.has_unknown_scratch(func, args):
             self.leave_out("kernel_scratch", _known_as(func).removeprefix("aten.").removesuffix("_backward"))
         if on_card and (own := cuda_allocations.scratch(func, args, self._capability)):
             self._operator = f"{_known_as(func)} (scratch)"
@@ -198,8 +198,8 @@ class Tracer(TorchDispatchMode):
         for book in self.books:
             book.known["buffers"] = set(book.numbers.values())
         tensors = tensors_alive()
-        self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
-        self.know("parameters", self._parameters)
+        self._parameters = [weakref.ref(t) for t in tensors if isinstance(t, torch.nn.Parameter)]
+        self.know("parameters", (t for one in self._parameters if (t := one()) is not None))
         self.mark(None, "load")
 
     def mark(self, step: int | None, phase: Phase) -> None:
@@ -212,8 +212,9 @@ class Tracer(TorchDispatchMode):
             self._name_parameters()
         if phase == "backward":
             held = self.held()
-            self.know("parameters", self._parameters)  # a forward pass may have changed their dtype, and so their data
-            grads = [p.grad for p in self._parameters if p.grad is not None]
+            parameters = [p for one in self._parameters if (p := one()) is not None]
+            self.know("parameters", parameters)  # a forward pass may have changed their dtype, and so their data
+            grads = [p.grad for p in parameters if p.grad is not None]
             self.know("gradients", [*grads, *held.get("gradients", [])])
             self.trained |= {"host" if self.on_host(grad) else "card" for grad in grads}
             for book in self.books:

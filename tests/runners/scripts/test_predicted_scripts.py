@@ -64,6 +64,13 @@ def test_what_else_is_asked_of_the_card(traced: Traced) -> None:
     assert set(requests(traced(after=asked))) - {32, -32} == set(requests(traced()))
 
 
+def test_a_model_that_the_script_drops_is_freed(traced: Traced) -> None:
+    """64 MiB of weights, after a step that has seen them; what is left are the workspaces of cuBLAS."""
+    step = "one(torch.ones(4, 4096, device='cuda')).sum().backward(); sgd.step(); del one, sgd"
+    made = "one = nn.Linear(4096, 4096).cuda(); sgd = torch.optim.SGD(one.parameters(), lr=0.1)"
+    assert requests(traced(before=f"{made}; {step}; assert torch.cuda.memory_allocated() < 2**25"))
+
+
 # ---- torch's counters
 
 
