@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT, tiny
 from conftest import cases as table
 from transformers import LlamaConfig, LlamaForCausalLM
-from upstream_memory import CASES, SHARED, held
+from upstream_memory import CASES, CONFIGS, held
 
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.trace.version_patches import install
@@ -55,7 +55,7 @@ def chosen(version: str, model: str, case: dict[str, bool]) -> trial.Trial:
 def test_a_difference_is_listed_once_its_code_has_run() -> None:
     with install.applied(chosen("4.40.0", "llama", {})) as applied:
         assert not applied
-        net = LlamaForCausalLM(LlamaConfig(**SHARED))
+        net = LlamaForCausalLM(LlamaConfig(**CONFIGS["llama"]))
         assert list(applied) == ["llama_rotary_tables"]
         net.model(torch.zeros(1, 8, dtype=torch.long))
     with_forward = {"llama_rotary_tables", "llama_rotary_by_layer", "additive_mask", "repeated_heads"}
