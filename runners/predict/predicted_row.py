@@ -87,6 +87,9 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
         notes += filter(None, [grown.note()])
         found |= {"step_growth_bytes": grown.bytes, "plateau": bool(found["plateau"]) and grown.bytes <= 0}
         peaks = found["step_peak_allocated_bytes"]
+        if grown.bytes > 0:
+            found["not_covered"] = [*(found["not_covered"] or ()), "growth"]
+            found["prediction_basis"] = prediction_basis(trial, found["not_covered"])
         found["full_after_steps"] = steps_until_full(1 + len(peaks), grown.bytes, limit - peaks[-1])
     return Predicted(found | {"notes": notes or None}, phases, None)
 

@@ -80,6 +80,8 @@ class Ranks(contextlib.ExitStack):
         self.size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "0"))
         if not self.size:
             raise InvalidTrial("init_process_group is given no number of ranks; use torchrun --nproc-per-node=N")
+        if self.size > 1:
+            self.memories.tracer.trace.not_covered.setdefault("ranks", [])
         with _disable_current_modes():
             self._join("fake", store=FakeStore(), rank=0, world_size=self.size)
         self.enter_context(patched(self._libraries(), create=True))

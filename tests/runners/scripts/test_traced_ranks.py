@@ -30,7 +30,7 @@ def test_a_script_of_two_ranks_needs_what_our_own_runner_does(tmp_path: Path, ki
     runner = {"name": "custom", "target": f"{target}:{kind}"}
     ours, _ = predicted(tmp_path, tiny(runner=runner, sharding=kind, world_size=2, model={"name": "own"}))
     assert script.peak == ours.peak
-    assert (details["world_size"], details["notes"]) == (2, None)
+    assert (details["world_size"], details["notes"], details["not_covered"]) == (2, None, ["ranks"])
     assert script.breakdown["parameters"] * parts == 4 * (2 * 256 * 512 + 512 + 256)
 
 
