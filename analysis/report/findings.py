@@ -170,8 +170,10 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         full = left["full_after_steps"].min()
         most += "" if pd.isna(full) else f" (full after about {full:,} steps)"
         found.append(f"every step leaks memory, up to {most}, in {_rows(len(left))}: {name_rows(left, table.frame)}")
-    if len(left := frame[(frame["parameters_without_gradient"] * frame["trainable_parameters"]).gt(0).fillna(False)]):
-        count, every = left[["parameters_without_gradient", "trainable_parameters"]].max()
+    some = frame["parameters_without_gradient"].gt(0).fillna(False) & frame["trainable_parameters"].notna()
+    if len(left := frame[some]):
+        worst = left.loc[left["parameters_without_gradient"].astype(float).idxmax()]
+        count, every = worst["parameters_without_gradient"], worst["trainable_parameters"]
         what = f"up to {count:,} of {every:,} trainable parameters had no gradient in any step"
         found.append(f"{what}, in {_rows(len(left))}: {name_rows(left, table.frame)}")
     found += _repeats(groups)

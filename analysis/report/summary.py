@@ -107,7 +107,7 @@ def _title(table: Table) -> str:
     on = values(measured, "gpu_name", 3) or values(measured, "cpu_name", 3)
     if len(measured) and on:
         cards.insert(0, f"measured on {on}")
-    eager = [describe(EAGER)] * (EAGER in left_out(frame))
+    eager = [f"not covered: {describe(EAGER)}"] * (EAGER in left_out(frame))
     return "\n".join([*eager, f"{name}: {came}", *(["; ".join(cards)] if cards else [])])
 
 

@@ -57,7 +57,7 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         common = " · ".join(part for part in describe_common(planned).split(" · ") if part not in UNSAID)
         table, notes = result_table.make_result_table(lines, axis, console.width)
         codes = dict.fromkeys(code for _, row in answered for code in row["not_covered"] or ())
-        console.print(f"\n{common}, predicted" + f" {describe(EAGER)}" * (EAGER in codes) + "\n")
+        console.print(f"\n{common}, predicted" + f" without {describe(EAGER)}" * (EAGER in codes) + "\n")
         console.print(table)
         trials = [item.trial for item, _ in answered if item.trial is not None]
         notes += ["tokens/s: of all GPUs together"] * any(trial.world_size > 1 for trial in trials)
@@ -92,7 +92,7 @@ def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
         yield f"  cannot run: {row['reason']}"
         return
     codes = row["not_covered"] or ()
-    yield f"{fit_text.describe_run(trial)}, predicted" + f" {describe(EAGER)}" * (EAGER in codes)
+    yield f"{fit_text.describe_run(trial)}, predicted" + f" without {describe(EAGER)}" * (EAGER in codes)
     yield f"  {_verdict(trial, row)}"
     if row["outcome"] not in (Outcome.OK, *FULL):
         return

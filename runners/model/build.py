@@ -103,7 +103,7 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     """
     dtype = dtype or (torch.bfloat16 if trial.precision in BF16_WEIGHTS else torch.float32)
     config = read_config(trial)
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
     if limit is not None and trial.seq_len > limit:
         raise InvalidTrial(f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions")
     # Import the class's module now: tensors that modules keep (torchaudio's, 4 bytes) would else land on the device.
@@ -117,7 +117,7 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
             try:
                 return task.auto.from_config(config, dtype=dtype, **shared)
             except ValueError as error:
-                raise _own_code(trial, error) or error from None
+                raise _own_code(trial, error) or _no_model(trial, error) or error from None
             except (TypeError, ArithmeticError, AssertionError, RuntimeError) as error:
                 raise _no_model(trial, error) or error from None
 
@@ -212,6 +212,9 @@ def _refuse_absurd(trial: Trial, config: Mapping[str, Any]) -> None:
                 f"model {trial.model.path or trial.model.name}: {name}={describe(value)} is not allowed; use a "
                 f"number from 1 to {most:,}"
             )
+    for inner in config.values():  # of a model's parts: text_config, vision_config
+        if isinstance(inner, dict):
+            _refuse_absurd(trial, inner)
 
 
 def _own_code(trial: Trial, error: Exception) -> InvalidTrial | None:

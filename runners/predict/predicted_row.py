@@ -117,7 +117,7 @@ def prediction_basis(trial: Trial, left_out: Sequence[str]) -> str:
     With sharding more parts are estimates, because collectives overlap computation and free blocks at unknown times.
     Nothing is exact if anything is left out.
     """
-    sharded, known = trial.sharding != "none", "parameters, buffers, gradients, optimizer_state"
+    sharded, known = trial.sharding != "none" or "ranks" in left_out, "parameters, buffers, gradients, optimizer_state"
     first = f"traced: {known}, " if left_out else f"exact: {known}; traced: "
     return f"{first}activations, temporaries" + (
         "; estimate: communication, active, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"

@@ -24,7 +24,7 @@ from vramsweep.harness.rows.schema import Outcome
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 # files of ours, torch's or Python's, which also raise what a mistake of the user's or a library's code leads to
-CALLED = re.compile(r"<|.*/(vramsweep/(harness|runners)|site-packages/torch|python3\.\d+(?!/\w+-packages))/")
+CALLED = re.compile(r"<|.*/(vramsweep/(harness|runners)|\w+-packages/torch|lib/python3\.\d+(?!/\w+-packages))/")
 
 
 def die_with_parent(parent: int) -> None:

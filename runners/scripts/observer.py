@@ -338,7 +338,7 @@ class Observer:
         """Report and return the columns once the measured steps are over."""
         meter = self.meter
         assert meter is not None
-        if own.get("parameters_without_gradient"):  # in the first step; another may have reached more of them
+        if own.get("parameters_without_gradient") != 0:  # in the first step; another may have reached more of them
             own = own | model_description.script(self.nets(), [one for ref in self.optimizers if (one := ref())])
         first = len(meter.plan) if meter.asked.measured_steps is None else meter.asked.warmup_steps + 1
         steps = range(first, first + own["measured_steps"])

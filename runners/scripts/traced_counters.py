@@ -5,6 +5,8 @@ the script then does may depend on both, so the trace is kept for them alone (`T
 and the large pool are unknown, so `memory_stats` lacks them. The row's own peaks come from a replay without resets.
 """
 
+import collections
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,10 +57,10 @@ class Counters:
         self._done = len(trace.events)
         return simulator
 
-    def stats(self, *_args: Any, **_kwargs: Any) -> dict[str, int]:
-        """Return what is known of `torch.cuda.memory_stats`, in bytes and numbers."""
+    def stats(self, *_args: Any, **_kwargs: Any) -> dict[str, float]:
+        """Return what is known of `torch.cuda.memory_stats`, in bytes and numbers; the rest is nan."""
         now = self._now()
-        return {
+        return collections.defaultdict(lambda: math.nan) | {
             **{f"{name}_bytes.all.current": getattr(now, name) for name in COUNTERS},
             **{f"{name}_bytes.all.peak": getattr(now, f"peak_{name}") for name in COUNTERS},
             "allocated_bytes.all.allocated": self._taken,

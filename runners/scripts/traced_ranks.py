@@ -68,6 +68,9 @@ class Ranks(contextlib.ExitStack):
             "get_backend": lambda group=None: "nccl",
             "is_nccl_available": lambda: True,
             **dict.fromkeys(("barrier", "monitored_barrier", "broadcast_object_list"), lambda *args, **kwargs: None),
+            "gather_object": lambda one, every=None, *_, **__: (
+                every and every.__setitem__(slice(None), [one] * len(every))
+            ),
             "all_gather_object": lambda every, one, group=None: every.__setitem__(slice(None), [one] * len(every)),
         }
         for owner in (dist, distributed_c10d):
@@ -75,7 +78,9 @@ class Ranks(contextlib.ExitStack):
         yield torch.multiprocessing, "spawn", lambda fn, args=(), *rest, **kwargs: fn(0, *args)
         yield torch.cuda.nccl, "version", lambda: (2, 27, 5)
 
-    def join(self, *args: Any, world_size: int = -1, **kwargs: Any) -> None:
+    def join(
+        self, backend: Any = None, method: Any = None, timeout: Any = None, world_size: int = -1, *_: Any, **__: Any
+    ) -> None:
         """Make the script's process group; let the libraries that divide a model work on fake tensors."""
         self.size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "0"))
         if not self.size:

@@ -249,7 +249,7 @@ class _Values:
 
     def notes(self) -> list[str]:
         """Return the notes on values that were made up."""
-        return [text.format("once" if n == 1 else f"{n} times") for text, n in self.asked.items()]
+        return [text.format("once" if n == 1 else f"{n} times") for text, n in self.asked.items() if n]
 
     def replacements(self) -> Iterator[Replacement]:
         """Yield what to replace of torch and torch.Tensor: owner, name, stand-in."""
@@ -316,8 +316,9 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
             "..., torchrun train.py ...), or measure on device=cuda"
         )
     if interpreter.interpreter_facts(str(trial.runner.command)):
+        ours = f"{sys.executable} -m {LAUNCHERS[name]}" if name in LAUNCHERS else sys.executable
         raise InvalidTrial(
-            f"cannot be predicted, because {words[0]} is not the Python that vramsweep runs in; write {sys.executable}"
+            f"cannot be predicted, because {words[0]} is not the Python that vramsweep runs in; write {ours}"
         )
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
         if rest.pop(0) in ("-X", "-W") and rest:  # their value is a separate word
@@ -326,6 +327,8 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
         rest, variables = launched(rest[1], rest[2:], trial)
     if not rest or rest[0] == "-c" or rest == ["-m"]:
         raise InvalidTrial("cannot be predicted, because the command runs no Python file or module")
+    if rest[0] == "-m" and rest[1].startswith(("torch.distributed.", "accelerate.commands.", "deepspeed.launcher.")):
+        raise InvalidTrial(f"cannot be predicted, because {rest[1]} starts other processes; write torchrun train.py")
     if rest[0] == "-m":
         return None, rest[1], rest[2:], variables
     if not Path(rest[0]).is_file():

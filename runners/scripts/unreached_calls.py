@@ -31,7 +31,7 @@ def _calls(node: ast.AST, function: str | None) -> Iterator[tuple[str, ast.Call,
     for child in ast.iter_child_nodes(node):
         inner = function
         if isinstance(child, _FUNCTIONS):
-            inner = None if isinstance(node, ast.ClassDef) else child.name
+            inner = None if isinstance(node, ast.ClassDef) and child.name != "generate" else child.name
         if isinstance(child, ast.Call):
             name, method = _name(child.func), isinstance(child.func, ast.Attribute)
             plain = method and not (name == "eval" and child.args)  # pandas' takes an expression

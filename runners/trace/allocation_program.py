@@ -18,6 +18,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from vramsweep.harness.allocator.sizes import MIN_BLOCK
 from vramsweep.runners.trace.stream_lag import Ahead
 from vramsweep.runners.trace.trace_data import Mark, Trace
 
@@ -123,7 +124,8 @@ def growth(trace: Trace) -> Growth | None:
     ends = _ends(order)
     if len(ends) < FEWEST:
         return None
-    sizes, leaks = np.asarray(trace.sizes, dtype=np.int64), ~np.isin(trace.categories, BOUNDED)
+    sizes = -(-np.asarray(trace.sizes, dtype=np.int64) // MIN_BLOCK) * MIN_BLOCK  # as the allocator rounds and counts
+    leaks = ~np.isin(trace.categories, BOUNDED)
     before, after = (np.flatnonzero(leaks & (order.born < end) & (order.gone >= end)) for end in ends[-2:])
     if not after.size:
         return Growth(-int(sizes[before].sum()), "", "", "")

@@ -30,6 +30,7 @@ _OF_LIBRARIES = {
     for name in (
         *("convolution", "convolution_backward", "_ctc_loss", "_ctc_loss_backward", "_fft_r2c", "_fft_c2r", "_fft_c2c"),
         *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr", "linalg_cholesky_ex", "linalg_lu_factor_ex"),
+        *("linalg_inv_ex", "_linalg_solve_ex", "_linalg_det", "_linalg_slogdet", "linalg_lu", "linalg_lstsq"),
     )
 }
 _SORTS = (aten.sort.default, aten.sort.stable)
@@ -157,6 +158,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def has_unknown_scratch(func: Any, args: Any) -> bool:
-    """Return whether a library chooses the operator's scratch; CUB sorts more than 4,096 values (Sort.cu)."""
-    return func in _OF_LIBRARIES or (func in _SORTS and max(args[0].shape, default=0) > 4096)
+def has_unknown_scratch(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a library chooses the operator's scratch; CUB sorts more than 4,096 values (Sort.h)."""
+    if func in _SORTS and args[0].dim():
+        return bool(args[0].size(kwargs.get("dim", args[1] if len(args) > 1 else -1)) > 4096)
+    return func in _OF_LIBRARIES

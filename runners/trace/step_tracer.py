@@ -117,6 +117,7 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention, which requests what its kernel does
             self._operator, out = func.name(), func(*args, **kwargs)
+            self.leave_out("compiled_code", "flex_attention as the fused kernel, which torch.compile makes")
             for tensor in _tensors((out,)):
                 self._track(tensor, [])
             return out
@@ -178,7 +179,7 @@ class Tracer(TorchDispatchMode):
                 raise RuntimeError(f"{func.__name__} needs tensors of one floating dtype, not {[*map(str, kinds)]}")
             self._operator = "cuBLAS workspace"
             self._handle(bool(cuda_allocations.LT_APART) and cuda_allocations.through_lt(func, tensors))
-        if on_card and cuda_allocations.has_unknown_scratch(func, args):
+        if on_card and cuda_allocations.has_unknown_scratch(func, args, kwargs):
             self.leave_out("kernel_scratch", _known_as(func).removeprefix("aten.").removesuffix("_backward"))
         if on_card and (own := cuda_allocations.scratch(func, args, self._capability)):
             self._operator = f"{_known_as(func)} (scratch)"

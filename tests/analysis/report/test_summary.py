@@ -111,7 +111,7 @@ def test_a_prediction_and_an_estimate_say_so() -> None:
     assert found.title.endswith("predicted for l4-24gb") and all("predicted" in one for one in found.findings)
     codes = ["evaluation"], ["compiled_code", "evaluation"]
     first, eager = (of([{**row, "not_covered": one} for row in rows]).title.splitlines()[0] for one in codes)
-    assert first == found.title.splitlines()[0] and eager.startswith("as eager: torch.compile's")
+    assert first == found.title.splitlines()[0] and eager.startswith("not covered: code that torch.compile")
     said = text(found, 100)
     assert said.count("≤ 5,000") == 6 and "≤ estimate of the highest possible speed" in said
     better = text(of([{**row, "calibrated_tokens_per_s": 3e3} for row in rows]), 100)
