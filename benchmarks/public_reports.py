@@ -3,7 +3,7 @@
     python benchmarks/public_reports.py [--only amp_recipe.py simclr.py] [--results FOLDER]
 
 `public_reports/readings.tsv` has a line for each reading. Its counter is a key of COUNTERS: `forward` is the peak
-allocated memory of the forward pass, `device` what the driver reports (reserved memory and a context of 700 MiB). A
+allocated memory of the forward pass, `device` what the driver reports (reserved memory and a default context). A
 script's first line is its source. With `--only`, the table is printed and the page stays as it is.
 """
 
@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS, PAGE = Path(__file__).with_suffix(""), ROOT / "docs" / "accuracy.md"
 BEGIN, END = "<!-- public reports -->", "<!-- end of public reports -->"
@@ -28,7 +30,7 @@ COUNTERS = {  # column of a row, and bytes beside it
     "forward": ("forward_peak_allocated_bytes", 0),
     "backward": ("backward_peak_allocated_bytes", 0),
     "reserved": ("peak_reserved_bytes", 0),
-    "device": ("peak_reserved_bytes", 700 * 2**20),
+    "device": ("peak_reserved_bytes", CONTEXT_BYTES),
 }
 HEAD = "| script | GPU, torch | counter | published | predicted | error | not covered | why |"
 
