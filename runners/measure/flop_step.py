@@ -91,7 +91,8 @@ class Count:
         frozen = weights is None or row.get("trainable_parameters") != weights  # or not known
         model, hardware, found = self._trusted(row.get("attention_effective"), frozen or self.uneven)
         notes = [*(row.get("notes") or ()), *found]
-        tokens = self.tokens if row["tokens_per_s"] is not None else None
+        none = row["tokens_per_s"] is None and row["elapsed_s"] is not None  # the model has no tokens
+        tokens = None if none else self.tokens
         of_model = None if model is None or not tokens else model / tokens
         of_hardware = None if hardware is None or not tokens else hardware / tokens
         peak = peak_flops(row["gpu_name"], self.precision) if row["gpu_name"] and self.precision else None

@@ -72,7 +72,7 @@ def test_what_leaves_the_block_is_the_rows_outcome(tmp_path: Path) -> None:
         assert "AssertionError" not in done.stderr
         row = rows(tmp_path)[-1]
         assert row["outcome"] == outcome
-        assert row["reason"].endswith(("Tried to allocate 2.00 GiB.", "bad data"))
+        assert row["reason"].endswith(("Tried to allocate 2.00 GiB.", "bad data, at train.py:22"))
 
 
 @pytest.mark.slow
