@@ -172,7 +172,7 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         found.append(f"every step leaks memory, up to {most}, in {_rows(len(left))}: {name_rows(left, table.frame)}")
     some = frame["parameters_without_gradient"].gt(0).fillna(False) & frame["trainable_parameters"].notna()
     if len(left := frame[some]):
-        worst = left.loc[left["parameters_without_gradient"].astype(float).idxmax()]
+        worst = left.sort_values("parameters_without_gradient").iloc[-1]
         count, every = worst["parameters_without_gradient"], worst["trainable_parameters"]
         what = f"up to {count:,} of {every:,} trainable parameters had no gradient in any step"
         found.append(f"{what}, in {_rows(len(left))}: {name_rows(left, table.frame)}")

@@ -35,7 +35,7 @@ class Task:
 def find_task(config: Any) -> Task:
     """Return the task of the class that the configuration names. Raises InvalidTrial for a class that has none."""
     names = {task: task.auto._model_mapping._model_mapping.get(config.model_type) for task in TASKS}
-    own = config.architectures or ()
+    own = list(config.architectures or ())
     named = [task for task, name in names.items() if {*((name,) if isinstance(name, str) else name or ())} & {*own}]
     bare = not config.sub_configs and all(one.endswith("Model") for one in own)  # a model without a head gets one
     if not named and not bare and any(hasattr(hf, one) for one in own):

@@ -147,7 +147,7 @@ def _key(trial: Trial, card: Gpu, without: Set[str]) -> str:
     axes = trial.model_dump(mode="json", exclude=set(without))
     versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
     kind = generation(card.capability, _may_take_cudnn(trial))
-    of_the_card = [kind, card.multiprocessors if trial.kernels == "liger" else None]
+    of_the_card: list[Any] = [kind, card.multiprocessors if trial.kernels == "liger" else None]
     of_the_card += [card.name] * bool(trial.runner.command)  # torch.cuda answers a script as this GPU
     text = json.dumps([FORMAT, SIMULATION, axes, of_the_card, versions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
