@@ -316,7 +316,7 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
             "..., torchrun train.py ...), or measure on device=cuda"
         )
     if interpreter.interpreter_facts(str(trial.runner.command)):
-        ours = f"{sys.executable} -m {LAUNCHERS[name]}" if name in LAUNCHERS else sys.executable
+        ours = sys.executable + (f" -m {LAUNCHERS[name]}" if name in LAUNCHERS else "")
         raise InvalidTrial(
             f"cannot be predicted, because {words[0]} is not the Python that vramsweep runs in; write {ours}"
         )

@@ -18,12 +18,12 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from vramsweep.harness.allocator.sizes import MIN_BLOCK
 from vramsweep.runners.trace.stream_lag import Ahead
 from vramsweep.runners.trace.trace_data import Mark, Trace
 
 EMPTY_CACHE = 0
 MIB = 1 << 20
+BLOCK = 512  # bytes: the allocator rounds up to multiples of it
 FEWEST = 3  # steps: the first makes the optimizer's state, so the next two are compared
 BOUNDED = ("parameters", "gradients", "optimizer_state")  # may still grow, as with experts that had no tokens so far
 IntArray = npt.NDArray[np.int64]
@@ -124,7 +124,7 @@ def growth(trace: Trace) -> Growth | None:
     ends = _ends(order)
     if len(ends) < FEWEST:
         return None
-    sizes = -(-np.asarray(trace.sizes, dtype=np.int64) // MIN_BLOCK) * MIN_BLOCK  # as the allocator rounds and counts
+    sizes = -(-np.asarray(trace.sizes, dtype=np.int64) // BLOCK) * BLOCK  # as the allocator rounds and counts
     leaks = ~np.isin(trace.categories, BOUNDED)
     before, after = (np.flatnonzero(leaks & (order.born < end) & (order.gone >= end)) for end in ends[-2:])
     if not after.size:
