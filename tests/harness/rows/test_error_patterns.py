@@ -4,7 +4,6 @@ torch and NCCL print, word for word."""
 from pathlib import Path
 
 import pytest
-from conftest import parametrized
 
 from vramsweep.harness.rows import error_patterns
 from vramsweep.harness.rows.outcome import Evidence, classify, is_retryable
@@ -29,7 +28,11 @@ def test_an_error_is_the_outcome_that_its_text_says(kind: str, full: str, source
     assert source and len({case[2] for case in CASES if "/" in case[2]}) >= 40
 
 
-@parametrized("nearly_full_memory")
+@pytest.mark.parametrize(
+    ("memory", "kind"),
+    [([1023 << 20, 80 << 30], "oom"), ([1024 << 20, 80 << 30], "cuda_error"), ([255 << 20, 5 << 30], "oom"),
+     ([257 << 20, 5 << 30], "cuda_error"), ([], "cuda_error"), (["0", 1], "cuda_error"), (7, "cuda_error")],
+)  # fmt: skip
 def test_nearly_full_is_less_than_a_gibibyte_or_a_twentieth_and_never_guessed(memory: object, kind: str) -> None:
     error = {"type": "builtins.RuntimeError", "message": "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"}
     outcome, reason = classify(Evidence(exit_code=1, result={"error": error | {"card_memory": memory}}))
