@@ -208,7 +208,7 @@ def measure(trial: Trial, folder: Path) -> int:
     build.prepare(trial)
     meter = Meter(trial.steps())
     with backward_boundaries(lambda: None, meter.take):
-        torch_loop.run(trial, torch.device("cpu"), meter, folder)  # type: ignore[arg-type]
+        torch_loop.run(trial, torch.device("cpu"), meter, folder)
     pool = [tensor.untyped_storage() for sample in build.data(trial).samples for tensor in sample.values()]
     return meter.most - sum({storage._cdata: storage.nbytes() for storage in pool}.values())  # they stay on the host
 
