@@ -152,7 +152,7 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         "step_median_s", "unproven", "flags", "not_covered", *NAMED,
     )  # fmt: skip
     if simulated := int(frame["device"].eq("simulated").fillna(False).sum()):
-        found.append(f"{simulated:,} of {_rows(len(frame))} with outcome ok are predicted, not measured")
+        found.append(f"predicted, not measured: {simulated:,} of {_rows(len(frame))} with outcome ok")
     for code, count in left_out(frame).items():
         found.append(f"not covered in {_rows(count)}: {describe(code)}")
     if names := unproven(frame):

@@ -253,7 +253,8 @@ def describe_result(row: Row) -> str:
         parts.append(f"{left:,} of {every:,} trainable parameters had no gradient in any step")
     if full is not None:
         parts.append(f"full after about {full:,} steps")
-    parts += [f"not covered: {code}" for code in row.get("not_covered") or ()]
+    if codes := row.get("not_covered"):
+        parts.append(f"not covered: {' and '.join(codes)}")
     for name, sign in (("tokens_per_s", ""), ("calibrated_tokens_per_s", "≈ "), ("estimated_tokens_per_s", "≤ ")):
         if row.get(name) is not None:
             speed = format_estimate(row[name]) if sign else f"{row[name]:,.0f}"

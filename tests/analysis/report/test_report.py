@@ -77,7 +77,7 @@ def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> N
             shown = str(predicted[0]["trial_id"]) in ids
             assert figure.source.startswith("Predicted for l4-24gb" + " (not covered: kernel_scratch)" * shown)
     assert any(warning.startswith("not covered in 1 row: scratch memory") for warning in content.warnings)
-    assert any("are predicted, not measured" in warning for warning in content.warnings)
+    assert any("predicted, not measured: " in warning for warning in content.warnings)
     faulty = {"step_growth_bytes": 2**27, "full_after_steps": 308, "parameters_without_gradient": 7}
     rows = [measured[0] | faulty | {"trainable_parameters": 9}, *measured[1:]]
     warnings = " ".join(collect(table(rows)).warnings)
