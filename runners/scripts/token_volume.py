@@ -6,6 +6,7 @@ A forward pass counts only once a backward pass has followed it, so an evaluatio
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 Shape = tuple[int, int] | None  # samples and tokens per sample of one forward pass; None without token ids
 
@@ -15,6 +16,7 @@ class Volume:
 
     def __init__(self) -> None:
         self.steps: list[list[Shape]] = []
+        self.inputs: list[set[tuple[int, ...]]] = []  # distinct shapes of all tensors that each step's models are given
         self.backwards: list[int] = []  # backward passes of each step
         self._batches: list[int] = []  # those of them with a forward pass before
         self._pending: list[Shape] = []  # forward passes since the last backward pass
@@ -23,6 +25,7 @@ class Volume:
     def begin_step(self) -> None:
         """Begin the next step."""
         self.steps.append([])
+        self.inputs.append(set())
         self.backwards.append(0)
         self._batches.append(0)
         self._pending.clear()
@@ -30,6 +33,7 @@ class Volume:
     def forward(self, args: Any, kwargs: Any) -> None:
         """Record that a forward pass with these arguments begins."""
         self._pending.append(_shape(args, kwargs))
+        self.inputs[-1] |= {tuple(one.shape) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
 
     def backward(self, over: bool) -> None:
         """Record the end of a backward pass; not `over` if it, or a forward pass before it, raised an exception."""

@@ -26,7 +26,7 @@ SHARE = "the script's set_per_process_memory_fraction changes no prediction; set
 
 
 class Counters:
-    """The counters of one trace. `notes` are for the row."""
+    """The counters of one trace. `notes` are for the row; `reads` counts the questions."""
 
     def __init__(self, trial: Trial, tracer: Tracer) -> None:
         card = trial.device.card
@@ -35,10 +35,12 @@ class Counters:
         self._simulator = Simulator(allocator_config.parse(trial.allocator.conf), self._limit)
         self._done = self._taken = self._given = 0  # events; bytes allocated and freed since the last reset
         self.notes: list[str] = []
+        self.reads = 0
 
     def _now(self) -> Simulator:
         """Return the simulator after all events of the trace so far."""
         trace, simulator = self._trace, self._simulator
+        self.reads += 1
         trace.answers = self._answers
         for event in trace.events[self._done :]:
             before = simulator.allocated

@@ -21,6 +21,7 @@ import json
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,7 @@ from vramsweep.runners.trace.step_tracer import Tracer
 # Notes, and messages of torch (torch/csrc/utils/tensor_numpy.cpp)
 NOTES: dict[str, str] = json.loads(Path(__file__).with_name("traced_notes.json").read_text("utf-8"))
 CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a GPU is there when it is imported
+LONGEST_SEARCH = 50  # optimizer steps in which a script may look for its batch
 ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
 _TOKENS = tuple(name for name in ESTIMATES if "tokens_per_s" in name)
 _REFUSED = (
@@ -121,7 +123,13 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             raise  # make_trace.py explains it
         except Exception as error:
             what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            raise InvalidTrial(f"cannot be predicted, because it fails on fake tensors ({what}); measure it") from error
+            lines = [
+                (Path(frame.filename).resolve(), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
+            ]
+            own = [one for one in lines if beside in one[0].parents and "site-packages" not in one[0].parts]
+            place = f" at {own[-1][0].name}:{own[-1][1]}" if own else ""
+            remedy = "install it in this Python" if isinstance(error, ImportError) else "measure it"
+            raise InvalidTrial(f"cannot be predicted, because the script fails{place} ({what}); {remedy}") from error
     if observer.problem is not None:
         raise RuntimeError(observer.problem)
     raise InvalidTrial(
@@ -138,7 +146,7 @@ class _Traced(Observer):
     ) -> None:
         super().__init__(folder)
         self.trial, self.traced, self.values, self.triton = trial, meter, values, triton
-        self.counters, self.ranks_of = counters, ranks
+        self.counters, self.ranks_of, self.reads = counters, ranks, 0
 
     def begin(self, module: torch.nn.Module | None) -> None:
         self.meter = self.traced
@@ -148,6 +156,11 @@ class _Traced(Observer):
 
     def boundary(self) -> None:
         self.stepped = self.forward_seen = False
+        reads, inputs = self.counters.reads, self.volume.inputs
+        if reads != self.reads and len(inputs) < LONGEST_SEARCH and inputs[-2:-1] != inputs[-1:]:
+            self.reads = reads  # it may be choosing its batch by the memory: the step goes on until two are alike
+            self.volume.begin_step()
+            return
         self.traced.step_end()
         if self.traced.index == self.trial.steps():
             raise _Over
@@ -186,9 +199,12 @@ class _Traced(Observer):
         if other and len(known) == 1:
             said = " and ".join(f"{name}={getattr(self.trial, name)}" for name in other)
             notes.append(f"in the traced steps the model was called with {every} tokens, but {said} is given")
-        if len(shapes) > 1:
+        inputs = self.volume.inputs
+        if len(shapes) > 1 or any(step != inputs[-1] for step in inputs[-self.trial.steps() :]):
+            sizes = {"x".join(map(str, shape)) for step in inputs for shape in step}
             found |= {"step_growth_bytes": None, "plateau": None}
-            notes.append(NOTES["lengths"].format(every))
+            notes.append(NOTES["lengths"].format(f"{every} tokens" if every else ", ".join(sorted(sizes)[:8])))
+            self.traced.tracer.leave_out("batch_shapes", every or "inputs")
         return found | {"notes": notes or None}
 
 
