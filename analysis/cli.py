@@ -161,7 +161,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
         table = _open(arguments)
         folder = arguments.out or sweep_of(arguments.rows[0])
-        activity.update(f"fitting and drawing {len(table.frame):,} rows")
+        activity.update(f"fitting and drawing {units.format_count(len(table.frame), 'row')}")
         answer = arguments.answer or read_question(arguments.rows[0])
         command = shlex.join(["vramsweep", *(word for word in arguments.words if word != "--brief")])
         fitting = Fitting(arguments.start, arguments.stop, arguments.curves, command)

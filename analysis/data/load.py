@@ -26,6 +26,7 @@ from vramsweep.analysis.data.warnings_of_rows import flagged, measured_again, sy
 from vramsweep.harness.files import missing_rows
 from vramsweep.harness.files.bounded_reads import open_regular
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.units import format_count
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import BY_NAME, COLUMNS, EARLY, LARGEST, SCHEMA_VERSION, TEXT_LISTS
 from vramsweep.harness.spec.runner_table import flatten_options
@@ -387,7 +388,7 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     again |= followed & (where["torch_version"].isna() | nameless | unstarted)
     again |= unstarted & frame["trial_id"].isin(frame.loc[~unstarted, "trial_id"].dropna())
     if again.any():
-        notes.append(f"{int(again.sum())} rows superseded by a later row of the same trial")
+        notes.append(f"{format_count(int(again.sum()), 'row')} superseded by a later row of the same trial")
         frame = frame[~again]
     return frame if isinstance(frame.index, pd.RangeIndex) else frame.reset_index(drop=True), notes
 
