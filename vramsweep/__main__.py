@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from vramsweep import verbs
 from vramsweep.harness.files import bounded_reads, file_names, missing_rows
@@ -94,8 +95,7 @@ def _main(words: list[str]) -> int:
             parser.parse_known_args(rest)  # refuses an option's value before the verb itself is imported
             if notes:
                 print(f"note: {'; '.join(notes)}", file=sys.stderr)
-        status: int = importlib.import_module(f"vramsweep.{side}.cli").main([name, *rest])
-        return status
+        return cast(int, importlib.import_module(f"vramsweep.{side}.cli").main([name, *rest]))
     except ModuleNotFoundError as error:  # an environment of the user's own (VENV=) that lacks something
         if error.name is None or error.name.split(".")[0] in ("vramsweep", "hydra_plugins"):
             raise

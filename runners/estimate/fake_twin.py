@@ -10,7 +10,7 @@ import copy
 import types
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,8 +36,7 @@ def copy_without_values(model: nn.Module, optimizer: Any, loss: Any, empty: Empt
         if id(tensor) not in memo:
             memo[id(tensor)] = _twin(tensor, empty, memo)
             unfinished.append((tensor, memo[id(tensor)]))
-        found: torch.Tensor = memo[id(tensor)]
-        return found
+        return cast(torch.Tensor, memo[id(tensor)])
 
     replaced: list[Any] = [(kind, "__deepcopy__", copy_tensor) for kind in (torch.Tensor, nn.Parameter)]
     replaced += [(kind, "__deepcopy__", copy_object) for kind in (nn.Module, torch.optim.Optimizer)]
@@ -140,10 +139,9 @@ def copy_function(function: types.FunctionType, memo: Memo) -> types.FunctionTyp
 
 
 def _content(cell: types.CellType) -> Any:
-    try:
+    with contextlib.suppress(ValueError):  # it is empty
         return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
+    return None
 
 
 def _copied(value: Any, memo: Memo) -> Any:

@@ -12,7 +12,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._python_dispatch as python_dispatch
@@ -191,13 +191,11 @@ class LiveBytes(Beneath, TorchDispatchMode):
 
 
 def _attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
-    flops: int = sdpa_flop_count(query.shape, *_every_head(query, key, value))
-    return flops
+    return cast(int, sdpa_flop_count(query.shape, *_every_head(query, key, value)))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
-    flops: int = sdpa_backward_flop_count(grad.shape, query.shape, *_every_head(query, key, value))
-    return flops
+    return cast(int, sdpa_backward_flop_count(grad.shape, query.shape, *_every_head(query, key, value)))
 
 
 def _every_head(query: Any, key: Any, value: Any) -> tuple[torch.Size, torch.Size]:
@@ -213,8 +211,7 @@ def _product(a: Any, b: Any, *rest: Any, **more: Any) -> int:
     """Count 2 FLOPs per element of `a` and column of `b`, also in stacks of matrices (batched or grouped products)."""
     grouped = a.dim() == 3 and b.dim() == 2  # the groups divide the columns of `b`
     rows, columns = (a.shape[-2], b.numel()) if grouped else (a.numel(), b.shape[-1] if b.dim() > 1 else 1)
-    flops: int = 2 * rows * columns  # no int(): it may be symbolic
-    return flops
+    return cast(int, 2 * rows * columns)  # no int(): it may be symbolic
 
 
 _aten = torch.ops.aten

@@ -17,7 +17,7 @@ On a simulated device a module needs no optional package: a stand-in allocates w
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -90,8 +90,7 @@ def applied(trial: Trial, net: Any, device: torch.device) -> Any:
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class of the trial's optimizer, and its keyword arguments other than the parameters."""
     module = import_entry(str(catalog.technique("optimizer", trial.optimizer).module))
-    found: tuple[type[torch.optim.Optimizer], dict[str, Any]] = module.optimizer(trial, device)
-    return found
+    return cast(tuple[type[torch.optim.Optimizer], dict[str, Any]], module.optimizer(trial, device))
 
 
 def stepping(trial: Trial, make: Callable[[list[Any]], Any], parameters: list[Any]) -> Any:

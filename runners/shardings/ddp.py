@@ -7,7 +7,7 @@ The host tables that it reads are real: the order in which buckets are rebuilt, 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -145,5 +145,4 @@ class _Reducing(TorchDispatchMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return cast(int, tensor.untyped_storage()._cdata)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,8 +186,7 @@ class Candidates:
         """Return each term's part (column) that earlier polynomial terms lack, per point (row); scale columns alike."""
         columns = np.stack([*self._directions, *self._residues], 1)
         columns = columns / np.abs(columns).max(0)
-        found: Floats = columns / np.linalg.norm(columns, axis=1)[:, None]  # else only the longest would be chosen
-        return found
+        return cast(Floats, columns / np.linalg.norm(columns, axis=1)[:, None])  # else only the longest would be chosen
 
 
 @dataclass(frozen=True)
@@ -331,8 +331,7 @@ def _remove(rows: Floats, index: int) -> None:
 
 
 def _scaled(columns: Ints) -> Floats:
-    found: Floats = columns / np.abs(columns).max(0)
-    return found
+    return cast(Floats, columns / np.abs(columns).max(0))
 
 
 def _solved(rows: list[list[int]], values: list[int]) -> list[Fraction] | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.machine import host_memory
@@ -106,8 +106,7 @@ class Tracer:
     def refused(self, trial: Trial) -> dict[str, Any] | None:
         """Return the error that says why the trial cannot be traced; None if that is unknown."""
         with contextlib.suppress(FileNotFoundError):
-            error: dict[str, Any] = json.loads(read_content(self.folder / _key(trial) / RESULT, links=False))
-            return error
+            return cast(dict[str, Any], json.loads(read_content(self.folder / _key(trial) / RESULT, links=False)))
         return None
 
     def is_kept(self, trial: Trial) -> bool:

@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +52,7 @@ def _flops(products: int, at: int, *given: Any, out_val: Any = None) -> int:
     query, sequences = given[at], given[-1]
     *rows, heads, width = query.shape
     tokens = math.prod(rows)
-    flops: int = products * (2 * heads * width * tokens * tokens // sequences)
-    return flops
+    return cast(int, products * (2 * heads * width * tokens * tokens // sequences))
 
 
 for _name, _schema, _kernel, _products, _at in (
@@ -77,8 +76,7 @@ class _Attention(torch.autograd.Function):
         out, lse, state = _ops.flash_forward(query, key, value, causal, sequences or query.size(0))
         ctx.save_for_backward(query, key, value, out, lse, state)
         ctx.causal, ctx.sequences = causal, sequences
-        found: torch.Tensor = out[..., :width]
-        return found
+        return cast(torch.Tensor, out[..., :width])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -157,8 +155,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, seq
         raise InvalidTrial("attention=flash_attention_2 takes fp16 and bf16 only; use precision=bf16 or attention=sdpa")
     if q.size(-1) > 256:
         raise InvalidTrial("attention=flash_attention_2 takes a head width of at most 256; use attention=sdpa")
-    found: torch.Tensor = _Attention.apply(q, k, v, causal, sequences)
-    return found
+    return cast(torch.Tensor, _Attention.apply(q, k, v, causal, sequences))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ computes the gradients in the forward pass, chunk by chunk. Liger's own loss wit
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,11 @@ def no_upcast(
 ) -> Tensor:
     """Compute ForCausalLMLoss in the dtype of `logits`. Autocast is off inside, because it would cast them to fp32."""
     with torch.autocast(logits.device.type, enabled=False):
-        return _masked_cross_entropy(logits.view(-1, vocab_size), _targets(labels), num_items_in_batch)
+        flat, targets = logits.view(-1, vocab_size), _targets(labels)
+        if num_items_in_batch is None:
+            return F.cross_entropy(flat, targets, ignore_index=IGNORED)
+        total = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
+        return cast(Tensor, total / num_items_in_batch)  # the Trainer's number accumulated
 
 
 def chunked(
@@ -63,8 +67,7 @@ def chunked(
     parts = zip(hidden.flatten(0, 1).chunk(CHUNKS), targets.chunk(CHUNKS), strict=True)
     losses = [checkpoint(part, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
     items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-    total: Tensor = torch.stack(losses).sum() / items
-    return total
+    return cast(Tensor, torch.stack(losses).sum() / items)
 
 
 def fused_linear(trial: Trial) -> Loss:
@@ -120,11 +123,3 @@ def without_logits(base: Any, loss: Loss) -> None:
 def _targets(labels: Tensor) -> Tensor:
     """Return the token after each one, and IGNORED after the last; flat."""
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
-
-
-def _masked_cross_entropy(logits: Tensor, targets: Tensor, items: Any) -> Tensor:
-    """Compute cross entropy of the tokens that count: the mean, or sum / `items`, the Trainer's number accumulated."""
-    if items is None:
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED)
-    total: Tensor = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / items
-    return total

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -88,8 +88,7 @@ def _with_library(trial: Trial, net: Any, device: torch.device) -> Any:
         if not isinstance(module, bitsandbytes.nn.Linear4bit) or name != "weight":
             return None
         made = bitsandbytes.nn.Params4bit(values, requires_grad=False, **module.weight.__dict__)
-        packed: nn.Parameter = made.to(device)
-        return packed
+        return cast(nn.Parameter, made.to(device))
 
     quantized_base.fill(net, device, quantized_base.dtype(trial), quantize)
     quantizer.postprocess_model(net)

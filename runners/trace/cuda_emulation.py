@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -219,8 +219,7 @@ def _fused(capability: Capability, attended: set[str]) -> Kernels:
             return input
         if p == 1:
             return input * torch.zeros((), dtype=input.dtype)
-        dropped: torch.Tensor = aten.native_dropout(input, p, train)[0]
-        return dropped
+        return cast(torch.Tensor, aten.native_dropout(input, p, train)[0])
 
     yield "scaled_dot_product_attention", attention
     yield "dropout", dropout
@@ -230,8 +229,7 @@ def _fused(capability: Capability, attended: set[str]) -> Kernels:
         def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
             whole = NORM_FUSED and (weight is None or weight.dtype is input.dtype)  # as rms_norm_symint decides
             norm = aten._fused_rms_norm.default if whole else aten._fused_rms_norm.default.decompose
-            normed: torch.Tensor = norm(input, normalized_shape, weight, eps)[0]
-            return normed
+            return cast(torch.Tensor, norm(input, normalized_shape, weight, eps)[0])
 
         yield "rms_norm", rms_norm
 

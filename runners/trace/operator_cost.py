@@ -14,7 +14,7 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -100,8 +100,7 @@ def collective(func: Any, args: Any) -> Collective | None:
 def nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the different elements of a tensor: a dimension of stride 0 is stored once."""
     stored = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    least: int = torch.sym_min(stored * tensor.element_size(), tensor.untyped_storage().nbytes())
-    return least
+    return cast(int, torch.sym_min(stored * tensor.element_size(), tensor.untyped_storage().nbytes()))
 
 
 def _unique(values: Any) -> dict[int, torch.Tensor]:

@@ -7,7 +7,7 @@ GPUs of 8.6, 8.9 and 12.x train without flash attention if heads are 193 to 224 
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -126,25 +126,18 @@ def _flash(asked: Attention) -> torch.Tensor:
 
 
 def _efficient(asked: Attention) -> torch.Tensor:
-    bias = _bias(asked)
-    out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
-        *asked[:3], bias, _saves(asked), asked.dropout, asked.causal, scale=asked.scale
-    )[0]
-    return out
+    given = *asked[:3], _bias(asked), _saves(asked), asked.dropout, asked.causal
+    return cast(torch.Tensor, aten._scaled_dot_product_efficient_attention(*given, scale=asked.scale)[0])
 
 
 def _cudnn(asked: Attention) -> torch.Tensor:
-    out: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
-        *asked[:3], _added(asked), _saves(asked), asked.dropout, asked.causal, False, scale=asked.scale
-    )[0]
-    return out
+    given = *asked[:3], _added(asked), _saves(asked), asked.dropout, asked.causal, False
+    return cast(torch.Tensor, aten._scaled_dot_product_cudnn_attention(*given, scale=asked.scale)[0])
 
 
 def _math(asked: Attention) -> torch.Tensor:
-    out: torch.Tensor = aten._scaled_dot_product_attention_math(
-        *asked[:3], _added(asked), asked.dropout, asked.causal, None, scale=asked.scale, enable_gqa=asked.gqa
-    )[0]
-    return out
+    given, named = (*asked[:3], _added(asked), asked.dropout, asked.causal, None), {"enable_gqa": asked.gqa}
+    return cast(torch.Tensor, aten._scaled_dot_product_attention_math(*given, scale=asked.scale, **named)[0])
 
 
 KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}

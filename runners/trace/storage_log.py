@@ -6,7 +6,7 @@ step_tracer.py writes it; replay_trace.py decides where an allocator puts the st
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -130,8 +130,7 @@ def expression(value: Any) -> Any:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor that is sharded over ranks: of FSDP's DTensor, or ZeRO-3's partition."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
-    return part
+    return cast(torch.Tensor, getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor)))
 
 
 def of_host(storages: HostStorages, categories: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from vramsweep.harness.process.worker_files import ENDED, SPEC, STEPS
 from vramsweep.harness.rows.outcome import NOT_WRITTEN
@@ -29,10 +29,9 @@ def needs_imports(folder: Path) -> bool:
     """Return whether the attempt in `folder`, which predicts, has to trace; True if that is unknown."""
     from vramsweep.runners.worker import batch_server
 
-    try:
+    with contextlib.suppress(Exception):
         return batch_server.lacks_traces(folder, json.loads((folder / SPEC).read_text()))
-    except Exception:
-        return True
+    return True
 
 
 def main(folder: Path, parent: int) -> int:
@@ -117,8 +116,7 @@ def _values(trial: trials.Trial, folder: Path) -> dict[str, Any] | None:
         return batch_server.predict_trial(trial, folder)
     entry = runner_table.runner(trial.runner.name)
     if entry.starts:
-        found: dict[str, Any] = import_entry(entry.module).run(trial, folder)
-        return found
+        return cast(dict[str, Any], import_entry(entry.module).run(trial, folder))
     from vramsweep.runners.worker import run_rank
 
     return run_rank.run(trial, folder)
