@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.version import InvalidVersion, Version
+
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError, describe
 
@@ -269,8 +271,11 @@ def estimates(config: AllocatorConfig) -> list[str]:
 
 def unknown_options(config: AllocatorConfig, torch_version: str) -> list[str]:
     """List the options that `torch_version` ("2.9.1+cu128") does not know and would refuse."""
-    have = _release(torch_version)
-    new = [o for o in config.set_options() if _release(o.since) > have]
+    try:
+        have = Version(torch_version).release
+    except InvalidVersion:
+        raise AllocatorConfigError(f"torch version {describe(torch_version)} is not of the form 2.13.0") from None
+    new = [o for o in config.set_options() if Version(o.since).release > have]
     return [f"torch {torch_version} does not know {o.name}, which is new in {o.since}" for o in new]
 
 
@@ -409,12 +414,3 @@ def _typed(settings: Mapping[str, Any], name: str, kind: type) -> Any:
     if not sane or not isinstance(value, (kind, int) if kind is float else kind):
         raise AllocatorConfigError(f"allocator_settings: {name} is {describe(value)}, expected {kind.__name__}")
     return value
-
-
-def _release(version: str) -> tuple[int, int]:
-    """Return (major, minor) of a torch version. Raises AllocatorConfigError if it has none."""
-    parts = version.split("+")[0].split(".")
-    try:
-        return int(parts[0]), int(parts[1])
-    except (ValueError, IndexError):
-        raise AllocatorConfigError(f"torch version {describe(version)} is not of the form 2.13.0") from None

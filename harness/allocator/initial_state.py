@@ -27,11 +27,6 @@ class Start:
     private: list[int]
     first: int
 
-    @property
-    def empty(self) -> bool:
-        """Return whether no memory was reserved."""
-        return not self.segments
-
 
 @dataclass
 class _Live:

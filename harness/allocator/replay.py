@@ -162,7 +162,7 @@ def what_if(
     for number, config in enumerate(configs, 1):
         hear(f"replaying under setting {number} of {len(configs)}: {config.render()}")
         rows.append(replay_under(recording, start, config, memory_limit, snapshot if number == len(configs) else None))
-    history = "none" if len(recording.events) < 2 else "whole" if start.empty else "part"
+    history = "none" if len(recording.events) < 2 else "part" if start.segments else "whole"
     events, library = len(recording.events), find_vendor_library(recording)
     simulated = recording.simulated
     return WhatIf(recording.name, recording.device, events, memory_limit, tuple(rows), history, library, simulated)

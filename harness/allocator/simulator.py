@@ -10,18 +10,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vramsweep.harness.allocator import expandable_segments
+from vramsweep.harness.allocator import expandable_segments, sizes
 from vramsweep.harness.allocator.addresses import Addresses
 from vramsweep.harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig, as_simulated
-from vramsweep.harness.allocator.sizes import (
-    MIN_BLOCK,
-    SMALL_REQUEST,
-    SMALL_SEGMENT,
-    round_request,
-    round_up,
-    segment_size,
-)
+from vramsweep.harness.allocator.sizes import MIN_BLOCK, SMALL_REQUEST, SMALL_SEGMENT, round_request, segment_size
 from vramsweep.harness.messages.errors import UserError
 
 SegmentEvent = tuple[str, int, int, int]  # kind, address, size, stream; kinds as in a recording
@@ -368,11 +361,11 @@ class Simulator:
     def _reserve_range(self, pool: Pool) -> tuple[int, int]:
         """Reserve address space as `find_expandable_block` does: 9/8 of the device's memory, in whole pages."""
         wanted = UNLIMITED_RANGE if self.limit is None else self.limit + self.limit // 8
-        span = round_up(wanted, self._page(pool))
+        span = sizes.round_up(wanted, self._page(pool))
         start = self._next_address("segment_map", span) if self._next_address is not None else None
         if start is None:
             start = self._next_range
-            self._next_range += round_up(span, SMALL_SEGMENT)
+            self._next_range += sizes.round_up(span, SMALL_SEGMENT)
         return start, span
 
     def _page(self, pool: Pool) -> int:

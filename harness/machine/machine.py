@@ -286,21 +286,21 @@ def too_many_ranks(visible: int, world_size: int) -> str | None:
 
 def host_oom_kills() -> int:
     """Return how often the kernel's out-of-memory killer killed a process since boot; 0 if it is not counted."""
-    with contextlib.suppress(OSError):
-        match = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
-        if match:
-            return int(match[1])
-    return 0
+    return int(_find_in(Path("/proc/vmstat"), r"^oom_kill (\d+)$") or 0)
 
 
 @cache
 def cpu_name() -> str | None:
     """Return the processor's name; None if unknown."""
+    return _find_in(Path("/proc/cpuinfo"), r"^model name\s*: (.+)$") or platform.processor() or None
+
+
+def _find_in(file: Path, pattern: str) -> str | None:
+    """Return the group of the first line that the pattern fits; None if there is none, or no such file."""
     with contextlib.suppress(OSError):
-        match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if match:
-            return match[1]
-    return platform.processor() or None
+        match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+        return match[1] if match else None
+    return None
 
 
 @cache
@@ -327,9 +327,7 @@ def _stated(name: str) -> str | None:
     with contextlib.suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec("torch")
         for folder in (spec.submodule_search_locations or ()) if spec else ():
-            text = (Path(folder) / "version.py").read_text(encoding="utf-8")
-            match = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
-            return match[1] if match else None
+            return _find_in(Path(folder) / "version.py", rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]")
     return None
 
 

@@ -123,7 +123,9 @@ ANY_DROPOUT = _RANGES["any_dropout"]
 
 def find_differences(trial: Trial) -> list[Difference]:
     """Return the known differences between the versions that a simulated trial names and the installed ones."""
-    return [one for one in DIFFERENCES if one.when(trial) and _differs(one, trial.versions.get(one.package))]
+    named = [one for one in DIFFERENCES if one.package in trial.versions and one.when(trial)]
+    asked = [one for one in named if _within(one.versions, trial.versions[one.package])]
+    return [one for one in asked if not installed_is((one.package, one.versions))]
 
 
 def installed_is(package_and_versions: tuple[str, str]) -> bool:
@@ -135,10 +137,6 @@ def installed_is(package_and_versions: tuple[str, str]) -> bool:
 
 def _within(versions: str, version: str) -> bool:
     return SpecifierSet(versions).contains(version, prereleases=True)
-
-
-def _differs(one: Difference, asked: str | None) -> bool:
-    return asked is not None and _within(one.versions, asked) and not installed_is((one.package, one.versions))
 
 
 def rule(trial: Trial) -> Iterator[str]:

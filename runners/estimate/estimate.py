@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.settings_grid import grid
@@ -293,8 +294,10 @@ def _find_dimension(request: Request, name: str) -> tuple[int, Places]:
 
 
 def _resized(request: Request, places: Places, value: int) -> Request:
-    def change(one: Sizes) -> Sizes:
+    def change(one: Any) -> Any:
+        if not training_step.is_sizes(one):
+            return one
         changed = places(one)
         return Sizes(tuple(value if i in changed else size for i, size in enumerate(one.shape)), one.dtype)
 
-    return replace(request, batch=training_step.with_batch(request, change))
+    return replace(request, batch=tree_map(change, request.batch, is_leaf=training_step.is_sizes))

@@ -326,8 +326,3 @@ def call(net: Any, parameters: Mapping[str, inspect.Parameter], batch: Any, part
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = sum(one.kind in positional and one.default is one.empty for one in parameters.values())
     return net(*(batch[: max(needed, 1)] if partly else batch))
-
-
-def with_batch(request: Request, change: Callable[[Sizes], Sizes]) -> Any:
-    """Return the request's batch with every tensor's sizes changed."""
-    return tree_map(lambda one: change(one) if is_sizes(one) else one, request.batch, is_leaf=is_sizes)

@@ -144,10 +144,9 @@ class Process:
 
     def started(self) -> int | None:
         """Sum the private bytes of all descendants, such as data loader workers; None if they cannot be read."""
-        try:
+        with contextlib.suppress(OSError, psutil.Error, StopIteration):  # the kernel gives no count, or denies access
             return sum(_own_bytes(child.pid) for child in psutil.Process().children(recursive=True))
-        except (OSError, psutil.Error, StopIteration):  # the kernel gives no count, or denies access
-            return None
+        return None
 
     def __del__(self) -> None:
         os.close(self._status)

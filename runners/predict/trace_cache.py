@@ -137,16 +137,11 @@ def family_key(trial: Trial, card: Gpu) -> str:
     return _key(trial, card, NOT_TRACED | {"seq_len", "micro_batch"})
 
 
-def _may_take_cudnn(trial: Trial) -> bool:
-    """Check if cuDNN, which serves half precision, may run attention; what a user's code requests is unknown."""
-    ours = trial.runner.name not in runner_table.USER_CODE
-    return not ours or (trial.attention in ("sdpa", "sdpa_cudnn") and trial.precision not in ("fp32", "tf32"))
-
-
 def _key(trial: Trial, card: Gpu, without: Set[str]) -> str:
     axes = trial.model_dump(mode="json", exclude=set(without))
     versions = [machine.version(package) for package in ("torch", "transformers", "accelerate", "deepspeed")]
-    kind = generation(card.capability, _may_take_cudnn(trial))
+    half = trial.attention in ("sdpa", "sdpa_cudnn") and trial.precision not in ("fp32", "tf32")  # cuDNN may serve it
+    kind = generation(card.capability, half or trial.runner.name in runner_table.USER_CODE)  # whose calls are unknown
     of_the_card: list[Any] = [kind, card.multiprocessors if trial.kernels == "liger" else None]
     of_the_card += [card.name] * bool(trial.runner.command)  # torch.cuda answers a script as this GPU
     text = json.dumps([FORMAT, SIMULATION, axes, of_the_card, versions], sort_keys=True)

@@ -60,14 +60,10 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
 
 def sharded(trial: Trial, device: torch.device) -> Sharded:
     """Return the model with this rank's shards, FSDP's arguments, and the whole model's parameter counts."""
-    return _flattened(trial, device) if trial.sharding == "fsdp1" else _by_tensor(trial, device)
-
-
-def _flattened(trial: Trial, device: torch.device) -> Sharded:
-    """Make the model on the host and wrap it in FSDP1."""
-    process_group.join(trial, device)
-    net = build.model(trial, interface.host(trial))
-    return flatten(trial, net, device)
+    if trial.sharding == "fsdp1":
+        process_group.join(trial, device)
+        return flatten(trial, build.model(trial, interface.host(trial)), device)
+    return _by_tensor(trial, device)
 
 
 def flatten(trial: Trial, net: Any, device: torch.device) -> Sharded:

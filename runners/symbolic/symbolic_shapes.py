@@ -161,7 +161,9 @@ class _Symbols:
         )
         collectives = tuple((called.kind, number(called.nbytes), count) for called, count in traced.collectives)
         stepwise = tuple((storage, text, number(of)) for storage, text, of in traced.stepwise)
-        varying = tuple((path, number(self._of_batch(value))) for path, value in _batches(details))
+        given = details.get("runner_config") or {}
+        batches = [(name, self._of_batch(given[name])) for name in BATCHES if name in given]
+        varying = tuple((("runner_config", name), number(value)) for name, value in batches)
         return SymbolicTrace(
             replace(traced, sizes=[], kernels=[], collectives=[], stepwise=[], host=replace(traced.host, sizes=[])),
             tuple(formulas), sizes, host, kernels, collectives, details, varying, self._guards(), "unconfirmed",
@@ -190,14 +192,6 @@ class _Symbols:
                 raise NotSerializable(f"the code uses a size as a plain number: {written(guard.expr, self._names)}")
             texts.append(self._checked(guard.expr, True))
         return tuple(dict.fromkeys(texts))
-
-
-def _batches(details: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield the path and value of each detail that is a multiple of the batch."""
-    for name in BATCHES:
-        config = details.get("runner_config")
-        if config is not None and name in config:
-            yield ("runner_config", name), config[name]
 
 
 class _Fake(FakeTensorMode):

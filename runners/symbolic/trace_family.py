@@ -125,7 +125,7 @@ def _symbolic(anyone: Trial, rest: Sequence[Point], tracer: Tracer) -> SymbolicT
         return None
     confirmed = _confirmed(found, anyone, points, tracer)
     if isinstance(confirmed, symbolic_candidate.Refused):
-        tracer.say(f"no symbolic trace: {confirmed.reason}")
+        print(f"no symbolic trace: {confirmed.reason}", flush=True)
         return None
     return confirmed
 

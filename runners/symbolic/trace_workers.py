@@ -80,17 +80,13 @@ class Tracer:
                 if found is not None and kept is not None:
                     user_cache.keep(kept, content)
         if isinstance(found, symbolic_candidate.Refused):
-            self.say(f"no symbolic trace: {found.reason}")
+            print(f"no symbolic trace: {found.reason}", flush=True)
         return found
 
     def is_symbolic_kept(self, trial: Trial) -> bool:
         """Return whether this user has a cached file of what `symbolic` found before."""
         kept = trace_cache.users_file(_symbolic_name(trial), trial)
         return kept is not None and kept.is_file()
-
-    def say(self, text: str) -> None:
-        """Print a line to the attempt's log."""
-        print(text, flush=True)
 
     def found(self, trial: Trial) -> tuple[Any, dict[str, Any]] | None:
         """Return the trial's trace and the columns about what was built; None if there is no trace."""

@@ -25,23 +25,14 @@ from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.runners.measure.dispatch_modes import sharded, storage_resizes, tensors_alive
 from vramsweep.runners.measure.model_description import look_at_gradients
 from vramsweep.runners.measure.patches import patched
-from vramsweep.runners.trace import cuda_allocations, fake_placement
+from vramsweep.runners.trace import cuda_allocations, fake_placement, trace_data
 from vramsweep.runners.trace.cuda_allocations import Stepwise
 from vramsweep.runners.trace.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
 from vramsweep.runners.trace.operator_cost import C10D, Lists, collective, find_lists, work
 from vramsweep.runners.trace.sdpa_kernels import Freed
 from vramsweep.runners.trace.storage_log import MemoryLog, of_host
 from vramsweep.runners.trace.storage_origins import Origins
-from vramsweep.runners.trace.trace_data import (
-    LT_WORKSPACE,
-    WORKSPACES,
-    Maker,
-    Mark,
-    Phase,
-    Storages,
-    Trace,
-    cublas_workspace,
-)
+from vramsweep.runners.trace.trace_data import Maker, Mark, Storages, Trace
 
 Place = Literal["card", "host"]
 # Modules that read norms and the loss scale. No memory depends on these values, so such a read returns 0.
@@ -63,7 +54,7 @@ class Tracer(TorchDispatchMode):
         self.in_step = False
         self.in_last_step = False
         self._capability = capability
-        self._workspace = cublas_workspace(capability)
+        self._workspace = trace_data.cublas_workspace(capability)
         # forward and backward each run in a thread that has a cuBLAS handle and a cuBLASLt handle
         self._handles: set[tuple[bool, bool]] = set()
         self._operator: Any = None
@@ -203,7 +194,7 @@ class Tracer(TorchDispatchMode):
         self.know("parameters", (t for one in self._parameters if (t := one()) is not None))
         self.mark(None, "load")
 
-    def mark(self, step: int | None, phase: Phase) -> None:
+    def mark(self, step: int | None, phase: trace_data.Phase) -> None:
         """End a phase. Collect reference cycles now, because the moment when Python would do so depends on its past."""
         gc.collect()
         if step is not None and phase == "optimizer":  # a loop that reads its loss waits here (stream_lag.py)
@@ -307,11 +298,11 @@ class Tracer(TorchDispatchMode):
         """Allocate the cuBLAS workspace at a thread's first matrix product; it is never freed. cuBLASLt gets another if
         its workspace is separate."""
         backward = cuda_allocations.in_backward()
-        wanted = [(False, self._workspace)] + [(True, LT_WORKSPACE)] * through_lt
+        wanted = [(False, self._workspace)] + [(True, trace_data.LT_WORKSPACE)] * through_lt
         for lt, size in wanted:
             if (backward, lt) not in self._handles:
                 self._handles.add((backward, lt))
-                self._card.known[WORKSPACES].add(self._card.allocate(size))
+                self._card.known[trace_data.WORKSPACES].add(self._card.allocate(size))
 
     def _sources(self) -> tuple[tuple[int, int], ...]:
         """Return the storages that the running operator reads: memory (0 is the GPU's, 1 the host's) and number."""

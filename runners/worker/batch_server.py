@@ -9,8 +9,9 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,24 @@ from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.rank import process_end, result_file
-from vramsweep.runners.symbolic import predictor, trace_family, varying_lengths
-from vramsweep.runners.symbolic.predictor import AT_A_TIME, Predict, Predictor
-from vramsweep.runners.symbolic.trace_family import point
+from vramsweep.runners.symbolic import trace_family, varying_lengths
+from vramsweep.runners.symbolic.trace_family import curve, point
 from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked, import_makers, write_answers
 from vramsweep.runners.trace.symbolic_trace import Point
 
+AT_A_TIME = 16  # most trials that one process predicts; the next process has its own deadline
 Trials = Mapping[str, Trial]  # by id
+Predict = Callable[[Trial], predicted_row.Predicted | None]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """The predictor of a family's trials, after tracing. `predict` returns None for a trial that could not be traced;
+    `refused` returns the error that says why, if known. `at_a_time` trials share a process."""
+
+    predict: Predict
+    refused: Callable[[Trial], dict[str, Any] | None]
+    at_a_time: int
 
 
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
@@ -54,7 +66,7 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
     for _ in forked(jobs, at_once()):
         pass
     for number, family in enumerate(others, len(small)):
-        known = predictor.trace_family(family, tracer)
+        known = trace_points(family, tracer)
         tracer.known += 1
         tracer.tell("predicting")
         _answer_family(family, known, folder, number, limit)
@@ -85,7 +97,7 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     is full before, InvalidTrial if a step cannot be traced.
     """
     forks = length_distribution.has_varying_lengths(trial)  # as it needs several traces
-    known = predictor.trace_family({"": trial}, Tracer(folder, math.inf, forks))
+    known = trace_points({"": trial}, Tracer(folder, math.inf, forks))
     if forks and (refused := known.refused(trial)) is not None:
         raise InvalidTrial(refused["error"]["message"])
     result_file.progress(folder, "replaying its allocations")
@@ -100,6 +112,34 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     return predicted.columns
 
 
+def trace_points(family: Trials, tracer: Tracer) -> Predictor:
+    """Trace a family once, only at the points that its trials need, and return their predictor."""
+    anyone = next(iter(family.values()))
+    if length_distribution.has_varying_lengths(anyone):  # hundreds of steps a trial
+        return _trace_varying(list(family.values()), tracer)
+    points = sorted({point(trial) for trial in family.values()})
+    found = curve(anyone, points, tracer)
+    found.trace([trace_family.at(anyone, where) for where in points])
+
+    @cache
+    def refused(where: Point) -> dict[str, Any] | None:  # cached, because one point may have many trials
+        return tracer.refused(trace_family.at(anyone, where))
+
+    return Predictor(found.predict, lambda trial: refused(point(trial)), AT_A_TIME)
+
+
+def _trace_varying(trials: Sequence[Trial], tracer: Tracer) -> Predictor:
+    found = varying_lengths.family(trials, tracer)
+
+    def predict(trial: Trial) -> predicted_row.Predicted:
+        try:
+            return varying_lengths.predict(trial, found)
+        except InvalidTrial as error:  # an attempt of its own would trace hundreds of steps for the same error
+            return predicted_row.Predicted({}, (), error)
+
+    return Predictor(predict, lambda trial: varying_lengths.refused(trial, tracer), 1)
+
+
 def families(trials: Trials) -> dict[str, dict[str, Trial]]:
     """Group trials by family, whose traces (if lengths vary, those of its batches) differ in sizes at most."""
     found: dict[str, dict[str, Trial]] = defaultdict(dict)
@@ -112,7 +152,7 @@ def families(trials: Trials) -> dict[str, dict[str, Trial]]:
 
 def _load_and_answer(family: Trials, tracer: Tracer, *how: Any) -> None:
     """Load one point's kept trace and answer its trials, in a fork, because loading takes as long as a replay."""
-    _answer_family(family, predictor.trace_family(family, tracer), *how)
+    _answer_family(family, trace_points(family, tracer), *how)
 
 
 def _answer_family(family: Trials, known: Predictor, folder: Path, at: int, deadline_s: float) -> None:

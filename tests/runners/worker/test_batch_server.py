@@ -19,7 +19,7 @@ from traces import A100, SIMULATED, trace_tiny
 from vramsweep.harness.process.worker_files import PREDICTIONS, PROGRESS
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.predict import trace_cache
-from vramsweep.runners.symbolic import predictor, trace_family, trace_workers
+from vramsweep.runners.symbolic import trace_family, trace_workers
 from vramsweep.runners.worker import batch_server, worker
 
 
@@ -169,10 +169,10 @@ def test_a_trace_says_what_it_does(tmp_path: Path) -> None:
 def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If there is only one length, the trial's own attempt tells more."""
     refuse = mock.Mock(side_effect=trial.InvalidTrial("not this one"))
-    monkeypatch.setattr(predictor, "curve", mock.Mock(**{"return_value.at.return_value": (None, {})}))
+    monkeypatch.setattr(batch_server, "curve", mock.Mock(**{"return_value.at.return_value": (None, {})}))
     monkeypatch.setattr(batch_server.predicted_row, "predict", refuse)
     for name, stand_in in {"family": mock.Mock(), "refused": lambda *_: None, "predict": refuse}.items():
-        monkeypatch.setattr(predictor.varying_lengths, name, stand_in)
+        monkeypatch.setattr(batch_server.varying_lengths, name, stand_in)
     tracer = mock.Mock(refused=lambda _: None)
     for at, (name, data) in enumerate({"one": "synthetic", "many": "lengths:lognormal(9,1)"}.items()):
         family = {name: parsed(data=data)}
