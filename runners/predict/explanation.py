@@ -13,7 +13,7 @@ from vramsweep.runners.predict import memory_timeline
 from vramsweep.runners.predict.memory_timeline import LARGEST, STEP, Alike, Held, describe_storage, group_alike, holders
 from vramsweep.runners.predict.predicted_row import upper_bounds
 from vramsweep.runners.predict.replay_trace import Refused, replay
-from vramsweep.runners.trace.trace_data import CATEGORIES, Mark, Trace
+from vramsweep.runners.trace.trace_data import CATEGORIES, Trace
 
 ROUNDING = "rounding"
 Parts = dict[str, int]  # bytes by category, and ROUNDING
@@ -82,7 +82,8 @@ def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Exp
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None, look=watch.look)
     if not whole.phases or not watch.moments:
         return None
-    moments = list(watch.by_phase(whole.phases))
+    reserved = {number: most["reserved"] for number, (_, most) in enumerate(whole.phases)}
+    moments = [replace(watch.moments[n], reserved=most) for n, most in reserved.items() if n in watch.moments]
     if not any(one.phase == "backward" for one in moments):  # not seen: then a step is one phase
         moments = [one if one.step is None else replace(one, phase=STEP) for one in moments]
     last = max((one.step for one in moments if one.step is not None), default=None)
@@ -131,12 +132,6 @@ class _Watch:
                 self.most[name] = size
         if self.allocated > self.moments[self._mark].allocated:
             self._take(index)
-
-    def by_phase(self, peaks: Sequence[tuple[Mark, Parts]]) -> Iterator[Moment]:
-        """Yield the moments of the phases that have events, with the most that each phase reserves."""
-        for number, (_, most) in enumerate(peaks):
-            if number in self.moments:
-                yield replace(self.moments[number], reserved=most["reserved"])
 
     def _take(self, event: int) -> None:
         mark = self.trace.marks[self._mark]

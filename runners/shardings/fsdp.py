@@ -63,7 +63,15 @@ def sharded(trial: Trial, device: torch.device) -> Sharded:
     if trial.sharding == "fsdp1":
         process_group.join(trial, device)
         return flatten(trial, build.model(trial, interface.host(trial)), device)
-    return _by_tensor(trial, device)
+    groups = trial.runner.options.get("reshard_after_forward")
+    if trial.device.name == "simulated" and type(groups) is int and groups not in (1, trial.world_size):
+        raise InvalidTrial(
+            f"runner.options.reshard_after_forward={groups}: groups of ranks cannot be predicted; use true or false"
+        )
+    mesh = process_group.mesh(trial, device)
+    with weightless():  # no rank ever holds the whole model
+        net = build.model(trial, device)
+    return divide_tensors(trial, net, mesh, device)
 
 
 def flatten(trial: Trial, net: Any, device: torch.device) -> Sharded:
@@ -93,18 +101,6 @@ def _named(option: str, kind: Any, name: str) -> Any:
     if name.upper() not in known:
         raise InvalidTrial(no_such_value(f"runner.options.{option}={name}", option, name, known))
     return kind[name.upper()]
-
-
-def _by_tensor(trial: Trial, device: torch.device) -> Sharded:
-    groups = trial.runner.options.get("reshard_after_forward")
-    if trial.device.name == "simulated" and type(groups) is int and groups not in (1, trial.world_size):
-        raise InvalidTrial(
-            f"runner.options.reshard_after_forward={groups}: groups of ranks cannot be predicted; use true or false"
-        )
-    mesh = process_group.mesh(trial, device)
-    with weightless():  # no rank ever holds the whole model
-        net = build.model(trial, device)
-    return divide_tensors(trial, net, mesh, device)
 
 
 def divide_tensors(trial: Trial, net: Any, mesh: DeviceMesh, device: torch.device) -> Sharded:

@@ -4,14 +4,14 @@ symbolic_shapes.py makes them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from vramsweep.runners.predict import trace_cache
-from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled, difference, following, plain, put
+from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled, difference, following, put
 from vramsweep.runners.trace.trace_data import AS_WRITTEN, Mark, Storages, Trace
 
 
@@ -33,22 +33,15 @@ class Candidate:
 
     __pydantic_config__ = AS_WRITTEN
     symbolic: SymbolicTrace
-    collected: frozenset[int]
-    host_collected: frozenset[int]
-
-
-def to_plain(found: Candidate | Refused) -> dict[str, Any]:
-    """Return a candidate or refusal as values that JSON can express."""
-    values = plain(found)
-    freed = {name: sorted(values[name]) for name in ("collected", "host_collected") if name in values}
-    return values | freed
+    collected: tuple[int, ...]
+    host_collected: tuple[int, ...]
 
 
 _FOUND: TypeAdapter[Candidate | Refused] = TypeAdapter(Candidate | Refused)
 
 
 def from_plain(values: Mapping[str, Any]) -> Candidate | Refused:
-    """Return the object from the values of `to_plain`. Raises ValueError, KeyError or TypeError for anything else."""
+    """Return the object from the values of `plain`. Raises ValueError, KeyError or TypeError for anything else."""
     found = _FOUND.validate_json(json.dumps(values))
     if isinstance(found, Refused):
         return found
@@ -109,9 +102,9 @@ def verified(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any
     return symbolic
 
 
-def _uncollected(storages: Storages, collected: frozenset[int]) -> tuple[Any, ...]:
+def _uncollected(storages: Storages, freed: Collection[int]) -> tuple[Any, ...]:
     """Return events, marks, notes and categories without what the garbage collector did."""
-    events, before = [], [0]
+    events, before, collected = [], [0], {*freed}
     for event in storages.events:
         if -event - 1 not in collected:
             events.append(event)

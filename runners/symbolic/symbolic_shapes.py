@@ -65,7 +65,7 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
             return found
         symbols = _Symbols(trial)
         tracer, details = _trace_whole(trial, card, folder, runner, symbols)
-        collected = (frozenset(book.collected) for book in tracer.books)
+        collected = (tuple(sorted(book.collected)) for book in tracer.books)
         return Candidate(symbols.symbolic(tracer.trace, details), *collected)
     except Exception as error:  # any kind: a direct trace succeeds where this failed, or reports it better
         if process_end.may_pass(error):  # a transient failure must not be cached
@@ -87,7 +87,7 @@ def _trace_few(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner)
     if found is None or len({guards for _, guards in traced}) > 1:
         return None
     pairs = zip(found.was, traced[0][0].books, strict=True)
-    collected = (frozenset(number for number, old in enumerate(was) if old in book.collected) for was, book in pairs)
+    collected = (tuple(number for number, old in enumerate(was) if old in book.collected) for was, book in pairs)
     return Candidate(symbols.symbolic(found.trace, found.details), *collected)
 
 

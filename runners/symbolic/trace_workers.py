@@ -27,7 +27,7 @@ from vramsweep.runners.predict import trace_cache, user_cache
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.rank.entry_modules import import_entries, import_entry
 from vramsweep.runners.symbolic import piecewise_templates, symbolic_candidate
-from vramsweep.runners.trace.symbolic_trace import Point
+from vramsweep.runners.trace.symbolic_trace import Point, plain
 
 TRACE_BYTES = 1 << 30  # memory that a tracing process may need; 8 billion parameters take less than half
 SYMBOLIC = "symbolic.json"  # a symbolic trace, or why there is none, from the process that made it
@@ -170,7 +170,7 @@ def _trace_symbols(trial: Trial, place: Path) -> None:
     place.mkdir()
     runner = import_entry(runner_table.module(trial))
     found = symbolic_shapes.trace(trial, trial.device.card, place, runner)
-    (place / SYMBOLIC).write_bytes(trace_cache.serialize(symbolic_candidate.to_plain(found)))
+    (place / SYMBOLIC).write_bytes(trace_cache.serialize(plain(found)))
 
 
 def _symbolic_name(trial: Trial) -> str:

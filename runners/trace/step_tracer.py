@@ -256,10 +256,6 @@ class Tracer(TorchDispatchMode):
         if self.noting:
             self.trace.notes.append((len(self.trace.events), kind, a, b))
 
-    def room(self) -> int:
-        """Return by how many bytes GPU memory is now below its peak so far."""
-        return self._card.room()
-
     def stream(self, stream: Any) -> int:
         """Return the number of a stream, or of anything else that works in an order of its own, such as NCCL's."""
         return self._streams.setdefault(stream, len(self._streams))

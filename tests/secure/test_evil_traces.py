@@ -17,7 +17,7 @@ from vramsweep.harness.spec.trial_parser import parse
 from vramsweep.runners.predict import trace_cache
 from vramsweep.runners.symbolic import symbolic_candidate
 from vramsweep.runners.trace import symbolic_trace
-from vramsweep.runners.trace.symbolic_trace import Point, compiled
+from vramsweep.runners.trace.symbolic_trace import Point, compiled, plain
 from vramsweep.runners.trace.trace_data import HostStorages, Maker, Mark, Trace
 
 EVIL: tuple[Any, ...] = (
@@ -142,9 +142,7 @@ def candidate() -> dict[str, Any]:
         ("seq_len >= 2",),
         "unconfirmed",
     )
-    found: dict[str, Any] = json.loads(
-        json.dumps(symbolic_candidate.to_plain(symbolic_candidate.Candidate(made, frozenset(), frozenset({1}))))
-    )
+    found: dict[str, Any] = json.loads(json.dumps(plain(symbolic_candidate.Candidate(made, (), (1,)))))
     return found
 
 

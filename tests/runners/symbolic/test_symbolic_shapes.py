@@ -258,7 +258,7 @@ def test_why_there_is_no_symbolic_trace_is_said(untraceable: bool) -> None:
 
     class Fake:
         def symbolic(self, *given: Any, **more: Any) -> symbolic_candidate.Candidate:
-            return symbolic_candidate.Candidate(empty, frozenset(), frozenset())
+            return symbolic_candidate.Candidate(empty, (), ())
 
         def kept(self, trials: Any) -> dict[Point, Any]:
             return {}
