@@ -1,10 +1,11 @@
 """A stand-in for flash-attn 2 where only memory and time are traced: its functions, for transformers' own code.
 
 transformers calls flash_attn_func, or flash_attn_varlen_func for samples without their padding and for documents, from
-`modeling_flash_attention_utils`; `stands_in` puts these functions there. The tensors are those of flash-attn 2.8
-(csrc/flash_attn/flash_api.cpp: mha_fwd, mha_varlen_fwd, mha_bwd, mha_varlen_bwd; flash_attn/flash_attn_interface.py:
-FlashAttnFunc, FlashAttnVarlenFunc), which has allocated the same since 2.3. The forward pass makes no copies for shared
-heads. The backward pass makes dK and dV of every head, and then sums them.
+`modeling_flash_attention_utils`; `stands_in` puts these functions there. It passes only what a function names, and
+raises for a `softcap` that one does not name. What changes no memory has no name here (`others`). The tensors are those
+of flash-attn 2.8 (csrc/flash_attn/flash_api.cpp: mha_fwd, mha_varlen_fwd, mha_bwd, mha_varlen_bwd;
+flash_attn/flash_attn_interface.py: FlashAttnFunc, FlashAttnVarlenFunc), which has allocated the same since 2.3. The
+forward pass makes no copies for shared heads. The backward pass makes dK and dV of every head, and then sums them.
 
 Not covered: FLASH_ATTENTION_DETERMINISTIC; partial results of sequences that are split over a GPU's processors, which
 happens if batch, heads and length are too small to fill the GPU (set_params_splitkv).
@@ -20,6 +21,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import modeling_flash_attention_utils as utils
 
 from vramsweep.harness.spec.trial import InvalidTrial
@@ -38,7 +40,7 @@ _BACKWARD = (
 )
 
 
-def _forward(query: Any, key: Any, value: Any, is_causal: bool, sequences: int) -> tuple[torch.Tensor, ...]:
+def _forward(query: Any, key: Any, value: Any, is_causal: bool, sequences: int) -> tuple[Tensor, ...]:
     """Return the output, the logarithms of the sums of exponentials, and the generator's state."""
     *rows, heads, _ = query.shape
     of_each_head = (rows[0], heads, rows[1]) if len(rows) == 2 else (heads, *rows)
@@ -69,17 +71,17 @@ class _Attention(torch.autograd.Function):
     """The autograd of both functions; `sequences` is their number in (tokens, heads, width), None for (batch, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, sequences: int | None) -> torch.Tensor:
+    def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, sequences: int | None) -> Tensor:
         width = query.size(-1)
         query, key, value = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value))
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
         out, lse, state = _ops.flash_forward(query, key, value, causal, sequences or query.size(0))
         ctx.save_for_backward(query, key, value, out, lse, state)
         ctx.causal, ctx.sequences = causal, sequences
-        return cast(torch.Tensor, out[..., :width])
+        return cast(Tensor, out[..., :width])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse, _ = ctx.saved_tensors
         dq, dk, dv = (torch.empty_like(t) for t in (query, key, value))
         width = grad.size(-1)
@@ -110,52 +112,35 @@ def scratch_rows(shape: Sequence[int], sequences: int | None = None) -> int:
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = False, softcap: float = 0.0, **others: Any
+) -> Tensor:
     """Stand in for flash_attn.flash_attn_func, with tensors of shape (batch, length, heads, width)."""
     return _attend(q, k, v, causal, None)
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Any = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Any = None,
-) -> torch.Tensor:
+    **others: Any,
+) -> Tensor:
     """Stand in for flash_attn.flash_attn_varlen_func, with tensors of shape (tokens, heads, width)."""
     return _attend(q, k, v, causal, cu_seqlens_q.numel() - 1)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sequences: int | None) -> torch.Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, sequences: int | None) -> Tensor:
     """Return the output of `_Attention`. Raises InvalidTrial for tensors that mha_fwd refuses."""
     dtypes = {tensor.dtype for tensor in (q, k, v)}
     if len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
         raise InvalidTrial("attention=flash_attention_2 takes fp16 and bf16 only; use precision=bf16 or attention=sdpa")
     if q.size(-1) > 256:
         raise InvalidTrial("attention=flash_attention_2 takes a head width of at most 256; use attention=sdpa")
-    return cast(torch.Tensor, _Attention.apply(q, k, v, causal, sequences))
+    return cast(Tensor, _Attention.apply(q, k, v, causal, sequences))
 
 
 @contextlib.contextmanager

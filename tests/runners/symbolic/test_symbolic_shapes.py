@@ -251,10 +251,9 @@ def test_one_symbolic_trace_holds_for_ones_or_for_several() -> None:
 
 
 @pytest.mark.parametrize("untraceable", [True, False])
-def test_why_there_is_no_symbolic_trace_is_said(untraceable: bool) -> None:
+def test_why_there_is_no_symbolic_trace_is_said(untraceable: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Its guards hold too seldom, or it would hold where nothing can be traced."""
     empty = SymbolicTrace(Trace(), (), (), (), (), (), {}, (), () if untraceable else ("seq_len == 5",), "unconfirmed")
-    said: list[str] = []
 
     class Fake:
         def symbolic(self, *given: Any, **more: Any) -> symbolic_candidate.Candidate:
@@ -263,12 +262,9 @@ def test_why_there_is_no_symbolic_trace_is_said(untraceable: bool) -> None:
         def kept(self, trials: Any) -> dict[Point, Any]:
             return {}
 
-        def say(self, text: str) -> None:
-            said.append(text)
-
     points = [Point(n, 2) for n in range(2, 40)]
     assert _symbolic(trial_parser.parse(tiny()), points, Fake()) is None  # type: ignore[arg-type]
-    (line,) = said
+    (line,) = capsys.readouterr().out.splitlines()
     assert ("cannot be traced" if untraceable else "1 of 38 points") in line
 
 
