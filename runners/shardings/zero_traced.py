@@ -26,22 +26,14 @@ from vramsweep.runners.trace import fake_placement, step_tracer
 
 
 class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
-    """DeepSpeed's view of a CUDA device where there is none."""
+    """DeepSpeed's view of a CUDA device where there is none; torch.cpu's streams stand for CUDA's."""
 
     Stream, Event = torch.cpu.Stream, torch.cpu.Event
-    stream = staticmethod(torch.cpu.stream)
+    stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
 
     def device(self, device_index: Any = None) -> torch.device:
         """Return the only CUDA device, of index 0."""
         return torch.device("cuda", 0)  # made at each call, because cuda_emulation.py makes it the CPU
-
-    def current_stream(self, device_index: Any = None) -> Any:
-        """Return the current stream of torch.cpu, whose streams stand for CUDA's."""
-        return torch.cpu.current_stream()
-
-    def default_stream(self, device_index: Any = None) -> Any:
-        """Return the default stream of torch.cpu, whose streams stand for CUDA's."""
-        return torch.cpu._default_cpu_stream
 
     def empty_cache(self) -> None:
         """Call torch.cuda.empty_cache, which the tracer records."""
@@ -66,6 +58,7 @@ _ANSWERS = {
     "current_device_name": "cuda:0",
     "current_device": 0,
     "device_count": 1,
+    "default_stream": torch.cpu._default_cpu_stream,
     "available_memory": 1 << 60,  # a trace does not depend on the size of the GPU
     "is_fp16_supported": True,
 }

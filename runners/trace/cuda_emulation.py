@@ -198,18 +198,8 @@ def _castable(value: Any) -> bool:
 def _fused(capability: Capability, attended: set[str]) -> Kernels:
     """Yield composite operators that CUDA runs as one kernel."""
 
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        asked = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        asked = Attention(*args, **kwargs)
         kernel = chosen_kernel(asked, capability)
         attended.add(kernel)
         return KERNELS[kernel](asked)

@@ -23,16 +23,16 @@ IN_SIXTEENTHS = not installed_is(ANY_DROPOUT)
 
 
 class Attention(NamedTuple):
-    """A call of scaled_dot_product_attention; its tensors have the shape (batch, heads, length, width)."""
+    """The arguments of scaled_dot_product_attention; its tensors have the shape (batch, heads, length, width)."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    mask: torch.Tensor | None
-    dropout: float
-    causal: bool
-    scale: float | None
-    gqa: bool
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
     @property
     def width(self) -> int:
@@ -49,9 +49,10 @@ class Attention(NamedTuple):
         tensors = (self.query, self.key, self.value)
         if any(t.dim() != 4 for t in tensors) or len({t.dtype for t in tensors}) > 1:
             return "it needs query, key and value of four dimensions and one dtype"
-        if any(other.size(n) != self.query.size(n) for other in tensors[1:] for n in ((0,) if self.gqa else (0, 1))):
+        equal = (0,) if self.enable_gqa else (0, 1)
+        if any(other.size(n) != self.query.size(n) for other in tensors[1:] for n in equal):
             return "it needs query, key and value with equal numbers of samples and, without enable_gqa, of heads"
-        if self.mask is not None and self.mask.requires_grad:
+        if self.attn_mask is not None and self.attn_mask.requires_grad:
             return "the mask requires a gradient"
         return None
 
@@ -83,7 +84,7 @@ def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
         return "it needs compute capability 8.0"
     if not asked.half:
         return f"it takes fp16 and bf16, not {asked.query.dtype}"
-    if asked.mask is not None:
+    if asked.attn_mask is not None:
         return "it takes no mask"
     if not asked.width == asked.value.size(-1) <= 256:
         return "it takes one head width of at most 256"
@@ -93,7 +94,7 @@ def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
 def _efficient_lacks(asked: Attention, capability: Capability) -> str | None:
     """Return why the efficient kernel cannot serve the call, or None if it can (can_use_mem_efficient_attention)."""
     modern = capability >= (8, 0)
-    if asked.gqa:
+    if asked.enable_gqa:
         return "it takes no shared heads"
     if asked.query.dtype is not torch.float32 and not (asked.half and (modern or asked.query.dtype is torch.float16)):
         return f"it does not take {asked.query.dtype} on this GPU"
@@ -112,8 +113,8 @@ def _cudnn_lacks(asked: Attention, capability: Capability) -> str | None:
     widest, most = max(asked.width, asked.value.size(-1)), widest_cudnn(capability)
     if widest > most or asked.width % 8 or asked.value.size(-1) % 8:
         return f"it takes head widths of at most {most} that are multiples of 8"
-    if asked.dropout * 16 % 1 and IN_SIXTEENTHS:
-        return f"it takes dropout in steps of 1/16, not {asked.dropout}"
+    if asked.dropout_p * 16 % 1 and IN_SIXTEENTHS:
+        return f"it takes dropout in steps of 1/16, not {asked.dropout_p}"
     return asked.fits_none()
 
 
@@ -121,23 +122,26 @@ def _flash(asked: Attention) -> torch.Tensor:
     width = asked.width
     scale = 1 / math.sqrt(width) if asked.scale is None else asked.scale
     padded = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in asked[:3])
-    out: torch.Tensor = aten._scaled_dot_product_flash_attention(*padded, asked.dropout, asked.causal, scale=scale)[0]
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(
+        *padded, asked.dropout_p, asked.is_causal, scale=scale
+    )[0]
     return out[..., :width] if width % 8 else out
 
 
 def _efficient(asked: Attention) -> torch.Tensor:
-    given = *asked[:3], _bias(asked), _saves(asked), asked.dropout, asked.causal
+    given = *asked[:3], _bias(asked), _saves(asked), asked.dropout_p, asked.is_causal
     return cast(torch.Tensor, aten._scaled_dot_product_efficient_attention(*given, scale=asked.scale)[0])
 
 
 def _cudnn(asked: Attention) -> torch.Tensor:
-    given = *asked[:3], _added(asked), _saves(asked), asked.dropout, asked.causal, False
+    given = *asked[:3], _added(asked), _saves(asked), asked.dropout_p, asked.is_causal, False
     return cast(torch.Tensor, aten._scaled_dot_product_cudnn_attention(*given, scale=asked.scale)[0])
 
 
 def _math(asked: Attention) -> torch.Tensor:
-    given, named = (*asked[:3], _added(asked), asked.dropout, asked.causal, None), {"enable_gqa": asked.gqa}
-    return cast(torch.Tensor, aten._scaled_dot_product_attention_math(*given, scale=asked.scale, **named)[0])
+    given = *asked[:3], _added(asked), asked.dropout_p, asked.is_causal, None
+    named = {"scale": asked.scale, "enable_gqa": asked.enable_gqa}
+    return cast(torch.Tensor, aten._scaled_dot_product_attention_math(*given, **named)[0])
 
 
 KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}
@@ -215,7 +219,7 @@ def accumulated_width(width: int) -> int:
 
 def _added(asked: Attention) -> torch.Tensor | None:
     """Return a boolean mask as one to add (convert_boolean_attn_mask_ in ATen/native/transformers/attention.cpp)."""
-    mask = asked.mask
+    mask = asked.attn_mask
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=asked.query.dtype, device=mask.device))
