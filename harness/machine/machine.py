@@ -215,8 +215,8 @@ def _slice(entry: str, cards: Sequence[Gpu]) -> Gpu | None:
     with nvml() as present:
         handle, problem = ask_nvml("nvmlDeviceGetHandleByUUID", entry) if present else (None, "NVML is not available")
         if handle is None:
-            unknown = Gpu(-1, None, entry, cards[0].driver, None, None, None)
-            return replace(unknown, problem=f"the MIG slice cannot be queried: {problem}")
+            why = f"the MIG slice cannot be queried: {problem}"
+            return Gpu(-1, None, entry, cards[0].driver, None, None, None, problem=why)
         parent, _ = ask_nvml("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         index, _ = ask_nvml("nvmlDeviceGetIndex", parent) if parent is not None else (None, None)
         found = _gpu(-1 if index is None else int(index), handle, cards[0].driver)

@@ -310,21 +310,18 @@ class Recorded:
 
 # The purposes of a step. `enter` is called when the step begins, `leave` when the host has issued it.
 Step = Warmup | Probe | Measured | Count | Recorded
-
-
-def alone(own: Columns) -> Columns:
-    """Return the row's columns if there is only one rank."""
-    return over_ranks([own])
+Publish = Callable[[Columns], Columns]
 
 
 class Meter:
     """The StepMeter that measures the steps of one trial on one rank, with that rank's instruments.
 
-    `publish` is called with this rank's columns when the last measured step is over. It returns the columns of the row.
+    `publish` is called with this rank's columns when the last measured step is over. It returns the columns of the row,
+    and is needed only if there are several ranks.
     """
 
     def __init__(
-        self, asked: MeterSpec, folder: Path, gauges: Gauges, rank: int, publish: Callable[[Columns], Columns] = alone
+        self, asked: MeterSpec, folder: Path, gauges: Gauges, rank: int, publish: Publish | None = None
     ) -> None:
         self.rank, self.asked, self.gauges = rank, asked, gauges
         self.warmup = Warmup(self.gauges)
@@ -346,7 +343,7 @@ class Meter:
         self._training = False
         self._looks = register_optimizer_step_post_hook(look_at_gradients)
         self.row: Columns | None = None  # once it is published
-        self._to_publish = publish
+        self._to_publish = publish or (lambda own: over_ranks([own]))  # of the only rank
         self._load: Peaks = {}
         self._host_load: int | None = None
         self._describe: Callable[[], Columns] = dict

@@ -10,7 +10,7 @@ computes the gradients in the forward pass, chunk by chunk. Liger's own loss wit
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ def no_upcast(
         if num_items_in_batch is None:
             return F.cross_entropy(flat, targets, ignore_index=IGNORED)
         total = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum")
-        return cast(Tensor, total / num_items_in_batch)  # the Trainer's number accumulated
+        return total / num_items_in_batch  # the Trainer's number accumulated
 
 
 def chunked(
@@ -67,7 +67,7 @@ def chunked(
     parts = zip(hidden.flatten(0, 1).chunk(CHUNKS), targets.chunk(CHUNKS), strict=True)
     losses = [checkpoint(part, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
     items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-    return cast(Tensor, torch.stack(losses).sum() / items)
+    return torch.stack(losses).sum() / items
 
 
 def fused_linear(trial: Trial) -> Loss:

@@ -175,10 +175,10 @@ def _autocast_kernel(name: str, casts: dict[int, tuple[torch.Tensor, torch.Tenso
         aten/src/ATen/autocast_mode.h, WrapFunction_: `cached_cast(...)...`; torch's builds for Linux are gcc's.
         """
         last_first = sorted(kwargs, key=places.index, reverse=True)
-        named = {key: tree_map(lambda x: cast(x, dtype), kwargs[key]) for key in last_first}
-        return tuple(tree_map(lambda x: cast(x, dtype), value) for value in reversed(args))[::-1], named
+        named = {key: tree_map(lambda x: cast_one(x, dtype), kwargs[key]) for key in last_first}
+        return tuple(tree_map(lambda x: cast_one(x, dtype), value) for value in reversed(args))[::-1], named
 
-    def cast(value: Any, dtype: torch.dtype) -> Any:
+    def cast_one(value: Any, dtype: torch.dtype) -> Any:
         if not _castable(value) or value.dtype is dtype:
             return value
         weight = dtype is not torch.float32 and value.dtype is torch.float32 and value.requires_grad and value.is_leaf

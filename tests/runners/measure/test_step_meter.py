@@ -21,7 +21,8 @@ from vramsweep.runners.measure.counters import CudaMemory, Process, backward_bou
 from vramsweep.runners.measure.dispatch_modes import FlopCount, LiveBytes
 from vramsweep.runners.measure.rank_instruments import Gauges
 from vramsweep.runners.measure.steady_memory import reached_plateau, step_growth
-from vramsweep.runners.measure.step_meter import Meter, alone, meter_spec
+from vramsweep.runners.measure.step_meter import Meter, meter_spec
+from vramsweep.runners.rank.aggregate_ranks import over_ranks
 
 CPU = torch.device("cpu")
 
@@ -317,7 +318,7 @@ def test_the_result_is_published_when_the_last_measured_step_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published: list[dict[str, Any]] = []
-    trial, meter = metered(tmp_path, lambda own: published.append(own) or alone(own), runner=target("backward"))
+    trial, meter = metered(tmp_path, lambda own: published.append(own) or over_ranks([own]), runner=target("backward"))
     begin = meter.step_begin
 
     def watched() -> None:
