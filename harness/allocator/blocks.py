@@ -5,8 +5,10 @@ part of an upstream pool that belongs to one stream, because a request only sear
 """
 
 from bisect import bisect_left, insort
+from dataclasses import dataclass, field
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Block:
     """A piece of a segment. `prev` and `next` are its neighbours there; a block that has either is split.
 
@@ -14,19 +16,16 @@ class Block:
     another stream. Addresses and sizes are in bytes.
     """
 
-    __slots__ = ("addr", "born", "expandable", "free", "mapped", "next", "pool", "prev", "requested", "size")
-
-    def __init__(self, pool: "Pool", addr: int, size: int, expandable: bool = False, mapped: bool = True) -> None:
-        self.pool = pool
-        self.addr = addr
-        self.size = size
-        self.requested = 0
-        self.prev: Block | None = None
-        self.next: Block | None = None
-        self.free = False
-        self.expandable = expandable
-        self.mapped = mapped
-        self.born = 0  # searches of the large pool when it was freed, from which the age of unsplit blocks counts
+    pool: "Pool"
+    addr: int
+    size: int
+    expandable: bool = False
+    mapped: bool = True
+    requested: int = 0
+    prev: "Block | None" = None
+    next: "Block | None" = None
+    free: bool = False
+    born: int = 0  # searches of the large pool when it was freed, from which the age of unsplit blocks counts
 
     @property
     def split(self) -> bool:
@@ -34,17 +33,15 @@ class Block:
         return self.prev is not None or self.next is not None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Pool:
     """The free blocks of one pool and stream, ordered by size then address; unmapped ranges by address."""
 
-    __slots__ = ("free", "private", "small", "stream", "unmapped")
-
-    def __init__(self, private: int, stream: int, small: bool) -> None:
-        self.private = private
-        self.stream = stream
-        self.small = small
-        self.free: list[tuple[int, int, Block]] = []
-        self.unmapped: list[tuple[int, Block]] = []
+    private: int
+    stream: int
+    small: bool
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
+    unmapped: list[tuple[int, Block]] = field(default_factory=list)
 
     def add(self, block: Block) -> None:
         """Mark the block as free, and insert it in order."""
