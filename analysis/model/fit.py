@@ -266,11 +266,7 @@ def fit_table(
 
 
 def fit_points(
-    points: Points,
-    metric: Metric,
-    group: Group | None = None,
-    axis: str = "seq_len",
-    knows: Knows | None = None,
+    points: Points, metric: Metric, group: Group | None = None, axis: str = "seq_len", knows: Knows | None = None
 ) -> Fit | None:
     """Fit these observations, with what `knows` adds; return None if there are too few different x."""
     points = points.averaged()

@@ -243,7 +243,9 @@ def text(fit: Fit) -> str:
     width = max(len(c.model.name) for c in fit.candidates)
     for candidate in fit.candidates:
         mark = "*" if candidate is fit.chosen else " "
-        lines.append(f"  {mark} {candidate.model.name:<{width}}  {_quality(candidate, metric)}")
+        errors = f"RMS {_number(candidate.rms, metric)}, worst {number(candidate.worst, metric)}"
+        quality = f"R² {format_r2(candidate.r2)}, {errors}, probability {candidate.probability:.3g}"
+        lines.append(f"  {mark} {candidate.model.name:<{width}}  {quality}")
         if candidate is fit.chosen or candidate.model.kind in PLAIN:
             for key in candidate.model.curves:
                 own = f", RMS {_number(_rms_of(fit, candidate, key), metric)}" if candidate.model.modulus else ""
@@ -315,13 +317,6 @@ def _number(value: float, metric: Metric) -> str:
     return f"{value / metric.scale:,.4g}" if np.isfinite(value) else "–"
 
 
-def _quality(candidate: Candidate, metric: Metric) -> str:
-    return (
-        f"R² {format_r2(candidate.r2)}, RMS {_number(candidate.rms, metric)}, "
-        f"worst {_number(candidate.worst, metric)} {metric.unit}, probability {candidate.probability:.3g}"
-    )
-
-
 def format_r2(value: float) -> str:
     """Return R² with enough digits to tell it from 1, four at least."""
     if not np.isfinite(value):
@@ -332,6 +327,8 @@ def format_r2(value: float) -> str:
 
 def as_json(fit: Fit) -> dict[str, Any]:
     """Return the fit as plain data; numbers in the column's own unit (bytes, seconds), NaN and infinity as null."""
+    at = fit.ahead
+    ahead = zip(at.x, at.value, at.new_low, at.new_high, at.extrapolated, strict=True)
     return {
         "metric": fit.metric.column,
         "unit": fit.metric.column_unit,
@@ -348,21 +345,15 @@ def as_json(fit: Fit) -> dict[str, Any]:
         "identified": fit.identified,
         "rests_on": rests_on(fit),
         "next": fit.next_x,
-        "predicted": _predicted(fit),
+        "predicted": [
+            {"x": float(x), "value": _plain(y), "new_run": [_plain(low), _plain(high)], "extrapolated": bool(beyond)}
+            for x, y, low, high, beyond in ahead
+        ],
         "why": fit.why,
         "explanation": explain(fit),
         "warnings": list(fit.warnings),
         "candidates": [_candidate(fit, candidate) for candidate in fit.candidates],
     }
-
-
-def _predicted(fit: Fit) -> list[dict[str, Any]]:
-    ahead = fit.ahead
-    each = zip(ahead.x, ahead.value, ahead.new_low, ahead.new_high, ahead.extrapolated, strict=True)
-    return [
-        {"x": float(x), "value": _plain(value), "new_run": [_plain(low), _plain(high)], "extrapolated": bool(beyond)}
-        for x, value, low, high, beyond in each
-    ]
 
 
 def _candidate(fit: Fit, candidate: Candidate) -> dict[str, Any]:

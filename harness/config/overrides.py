@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -29,7 +29,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from vramsweep.harness.config import known_words, settings_reference
 from vramsweep.harness.config.conf_files import AUTO, CONF
 from vramsweep.harness.files import redaction, yaml_guard
-from vramsweep.harness.messages import argument_parser, suggestions, units
+from vramsweep.harness.messages import suggestions, units
+from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.spec import runner_table
@@ -42,7 +43,7 @@ def parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argpar
     """Return the arguments, with old names replaced, and the parser. Raises UserError for a mistake."""
     parser = get_args_parser()
     parser.prog = f"vramsweep {'plan' if action == 'plan' else verb}"
-    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
+    parser.error = partial(Parser.error, parser)  # type: ignore[method-assign]
     short = {"--json": "output=json"} | ({"--all": "output=all"} if action == "plan" else {})
     args = parser.parse_intermixed_args([short.get(word, word) for word in argv])
     given = {word.partition("=")[0] for word in args.overrides}
@@ -79,10 +80,6 @@ def today(override: str) -> str:
         return override
     named = [units.in_its_unit(key.lstrip("+"), one.strip()) for one in value.split(",")]
     return f"{key}={','.join(named)}" if named != [one.strip() for one in value.split(",")] else override
-
-
-def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    raise UserError(f"{argument_parser.refusal(parser, message)}; {parser.prog} --help lists the options")
 
 
 def loader(args: argparse.Namespace) -> ConfigLoaderImpl:

@@ -251,9 +251,8 @@ def is_retryable(outcome: Outcome, evidence: Evidence) -> bool:
 
 def markdown_table() -> str:
     """Return the outcomes as a table for the documentation."""
-    lines = [
-        "**outcomes**",
-        "",
+    lines = ["**outcomes**", ""]
+    lines += [
         "| outcome | meaning | is an answer | retried at once | run again by a later sweep |",
         "|---|---|---|---|---|",
     ]

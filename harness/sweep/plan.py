@@ -249,14 +249,10 @@ def halving(count: int) -> list[int]:
     """
     if count < 2:
         return list(range(count))
-    order = [count - 1, 0]
-    gaps = [(0, count - 1)]
-    while gaps:
-        following = []
-        for low, high in gaps:
-            if high - low > 1:
-                middle = (low + high) // 2
-                order.append(middle)
-                following += [(low, middle), (middle, high)]
-        gaps = following
+    order, gaps = [count - 1, 0], [(0, count - 1)]
+    for low, high in gaps:  # which grows meanwhile
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
     return order

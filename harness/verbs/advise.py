@@ -44,9 +44,9 @@ def main(argv: Sequence[str]) -> int:
     asked, found, reached = answer
     said = [word for word in given if word.partition("=")[0] != "device"]
     if options.json:
-        print(json.dumps(record(asked, found, axis, reached)))
+        print(json.dumps(record(asked, found, reached)))
     else:
-        show(asked, found, axis, reached, said, Console(markup=True))
+        show(asked, found, reached, said, Console(markup=True))
     return 0 if (advice.best(reached) if axis else found.recommended) else 1
 
 
@@ -72,7 +72,7 @@ def ask(
             return asked, *advice.ask_predictions(asked, level, most)
 
 
-def record(asked: AdviceRequest, found: Advice, axis: str | None, reached: Sequence[ReachedLimit]) -> dict[str, Any]:
+def record(asked: AdviceRequest, found: Advice, reached: Sequence[ReachedLimit]) -> dict[str, Any]:
     """Return what `--json` prints; sizes in bytes, times in seconds a token."""
 
     def plain(one: Option | None) -> dict[str, Any] | None:
@@ -87,7 +87,7 @@ def record(asked: AdviceRequest, found: Advice, axis: str | None, reached: Seque
             "reason": one.reason,
         }
 
-    goal = advice.best(reached)
+    axis, goal = asked.axis, advice.best(reached)
     return {
         "trial": asked.base.resolved,
         "memory_limit_bytes": found.limit,
@@ -104,15 +104,10 @@ def record(asked: AdviceRequest, found: Advice, axis: str | None, reached: Seque
 
 
 def show(
-    asked: AdviceRequest,
-    found: Advice,
-    axis: str | None,
-    reached: Sequence[ReachedLimit],
-    given: Sequence[str],
-    console: Console,
+    asked: AdviceRequest, found: Advice, reached: Sequence[ReachedLimit], given: Sequence[str], console: Console
 ) -> None:
     """Print advice as tables and text."""
-    trial, card = asked.trial, asked.trial.device.card
+    trial, card, axis = asked.trial, asked.trial.device.card, asked.axis
     spare = f", {card.headroom_gib:g} GiB of headroom" if card.headroom_gib else ""
     console.print(
         f"\n[bold]{escape(fit_text.describe_run(trial))}[/], predicted; limit {format_gib(found.limit)} GiB{spare}"
@@ -137,8 +132,7 @@ def show(
         console.print("[dim]result: the same, or changed by rounding, less precision, or another training method[/]")
     for remedy in known:
         console.print(f"[dim]{escape(remedy.words)}: {escape(remedy.result)}[/]")
-    left_out = [one for one in (*found.singles, *found.on_gpus) if one.need is None]
-    for one in left_out:
+    for one in (one for one in (*found.singles, *found.on_gpus) if one.need is None):
         console.print(f"[dim]left out: {escape(_name(one.remedies))}: {escape(str(one.reason))}[/]")
     if found.front:
         console.print(_compared("These fit, fastest first; no other is both smaller and faster", found.front, found))

@@ -8,8 +8,6 @@ def test_takes_no_more_than_it_did(predicted):
     predicted("runner=custom", "runner.target=train.py:build", "micro_batch=4", max_reserved="6.2GiB")
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Protocol

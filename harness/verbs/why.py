@@ -302,7 +302,7 @@ def predict_changes(settings: Sequence[str]) -> Found:
     if found.base.need is None:
         lines.append(f"no prediction: {_short(str(found.base.reason))}")
     said = [word for word in settings if word.partition("=")[0] != "device"]
-    return advise.record(asked, found, None, []), [*lines, f"more: {_advise(said)}"]
+    return advise.record(asked, found, []), [*lines, f"more: {_advise(said)}"]
 
 
 def _change(kind: str) -> str:  # by our name of a kind, or by a prediction's

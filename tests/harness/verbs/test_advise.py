@@ -35,10 +35,10 @@ def planned(**over: Any) -> plan.Planned:
 class Stub:
     """The attributes of Asked that `show` uses."""
 
-    most, axis = 1024, None
+    most = 1024
 
-    def __init__(self, **over: Any) -> None:
-        self.base = planned(**over)
+    def __init__(self, axis: str | None = None, **over: Any) -> None:
+        self.base, self.axis = planned(**over), axis
         assert self.base.trial is not None
         self.trial = self.base.trial
 
@@ -49,7 +49,7 @@ class Stub:
 
 def said(found: Advice, axis: str | None = None, reached: Any = (), given: Any = (), **over: Any) -> str:
     out = StringIO()
-    advise.show(Stub(**over), found, axis, reached, given, Console(file=out, width=140))  # type: ignore[arg-type]
+    advise.show(Stub(axis, **over), found, reached, given, Console(file=out, width=140))  # type: ignore[arg-type]
     return out.getvalue()
 
 
