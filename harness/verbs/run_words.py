@@ -16,7 +16,7 @@ from vramsweep.harness.rows.journal_lock import Lock
 from vramsweep.harness.sweep import run_trials, slurm_jobs, sweep_status
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.session import Session, refuse_impossible_rows
-from vramsweep.harness.verbs import plan_preview
+from vramsweep.harness.verbs import plan
 
 REPORTING = ".reporting"  # locked by the shard that writes the report
 
@@ -48,7 +48,7 @@ def sweep_words(argv: Sequence[str], verb: str, suffix: str | None = None, divis
                     _run(session, session.add(configs))
             if session.settings is not None:
                 if session.settings.action == "plan":
-                    plan_preview.show_session(session)
+                    plan.show_session(session)
                 refuse_impossible_rows(session)
         except run_trials.Interrupted as end:
             session.status = int(end.code or 0)

@@ -8,7 +8,7 @@ from vramsweep.harness.questions import fit_prediction
 from vramsweep.harness.questions.fit_prediction import find_need
 from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.spec import fit_text
-from vramsweep.harness.verbs import plan_preview
+from vramsweep.harness.verbs import plan as plan_verb
 
 GIB = 1 << 30
 ROW: dict[str, Any] = {"outcome": "ok", "peak_reserved_bytes": 20 * GIB, "peak_reserved_most_bytes": 24 * GIB}
@@ -32,4 +32,4 @@ def test_plan_says_of_bounds_what_predict_says() -> None:
     said = fit_text.describe_fit(20 * GIB, 24 * GIB, 24 * GIB)
     assert said.startswith("probably fits: peak reserved 20.0 to 24.0 of 24.0 GiB")
     one = fit_prediction.Prediction("id", "label", "gpu", 24 * GIB, 24 * GIB, True, least_bytes=20 * GIB)
-    assert plan_preview.report([one], 1)[1] == f"  label: {said}"
+    assert plan_verb.report([one], 1)[1] == f"  label: {said}"

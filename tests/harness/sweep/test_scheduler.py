@@ -23,7 +23,7 @@ from vramsweep.harness.sweep import plan, scheduler
 from vramsweep.harness.sweep.budget import Expected
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.scheduler import Pool, Resource, Slot
-from vramsweep.harness.verbs import plan_preview
+from vramsweep.harness.verbs import plan as plan_verb
 
 
 def planned(*ranks: int, device: str = "cuda") -> list[Planned]:
@@ -246,7 +246,7 @@ def test_plan_expects_less_time_where_trials_run_beside_each_other() -> None:
 
     def seconds(**over: Any) -> float | None:
         settings = plan.Settings(**(SETTINGS | over))
-        return plan_preview._spread_over_slots(Expected(400.0, "a test"), items, expected, settings).seconds
+        return plan_verb._spread_over_slots(Expected(400.0, "a test"), items, expected, settings).seconds
 
     assert seconds() == 400 and seconds(slots=4, exclusive=True) == 400
     assert seconds(slots=4) == 125  # three of one place, one of two
@@ -257,11 +257,11 @@ def test_plan_says_that_trials_at_the_same_time_make_no_speed_and_what_another_w
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda _: CARDS[:4])
-    monkeypatch.setattr(plan_preview.Budget, "total", lambda self, items: Expected(8 * 3600.0, "a test"))
-    monkeypatch.setattr(plan_preview.Budget, "expected", lambda self, item: Expected(3600.0, "a test"))
+    monkeypatch.setattr(plan_verb.Budget, "total", lambda self, items: Expected(8 * 3600.0, "a test"))
+    monkeypatch.setattr(plan_verb.Budget, "expected", lambda self, item: Expected(3600.0, "a test"))
 
     def said(device: str = "cuda", ranks: tuple[int, ...] = (1,) * 8, **over: Any) -> str:
-        plan_preview.show(
+        plan_verb.show(
             planned(*ranks, device=device), plan.Settings(**(SETTINGS | {"predict": False} | over)), tmp_path
         )
         return capsys.readouterr().out
