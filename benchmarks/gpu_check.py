@@ -50,9 +50,8 @@ if __name__ == "__main__" and missing(NEEDED):
 
 from gpu_check_sweeps import Check, ended_ok, last_line, outcomes, swept  # noqa: E402
 
-from vramsweep.analysis.compare.residuals import COMPONENTS, residuals  # noqa: E402
+from vramsweep.analysis.compare.residuals import COMPONENTS, not_compared, residuals, sentences  # noqa: E402
 from vramsweep.analysis.compare.residuals import summary as per_component  # noqa: E402
-from vramsweep.analysis.compare.residuals_text import not_compared, sentences  # noqa: E402
 from vramsweep.analysis.compare.verdicts import compare  # noqa: E402
 from vramsweep.analysis.data.export import write_csv  # noqa: E402
 from vramsweep.analysis.data.load import load  # noqa: E402

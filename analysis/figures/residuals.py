@@ -3,8 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.compare.residuals import COMPONENTS
-from vramsweep.analysis.compare.residuals_text import HEADLINES, name_of, percent
+from vramsweep.analysis.compare.residuals import COMPONENTS, HEADLINES, name_of, percent
 from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.figures.plots import ABOVE, POINTS, Figure, escape, faint, new_plot, thin
 from vramsweep.analysis.figures.style import COLOURS, GREY, MARKERS

@@ -7,9 +7,8 @@ import pandas as pd
 
 from vramsweep.analysis.answers.answer_table import Answered, answer_question
 from vramsweep.analysis.answers.what_if import what_if_tables
-from vramsweep.analysis.compare import lengths, residuals_text
+from vramsweep.analysis.compare import lengths, residuals
 from vramsweep.analysis.compare.calibrate import calibrate, calibrated
-from vramsweep.analysis.compare.residuals import residuals
 from vramsweep.analysis.data import parts
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
@@ -124,10 +123,10 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     found += [f"{'Predicted: ' * one.title.endswith(f'({PREDICTED})')}{one.caption}" for one in told]
     found += [*findings.estimates(table), *findings.calibrations(calibrations, estimates)]
     notes += calibration_notes if len(estimates) else []
-    apart = residuals(table)
+    apart = residuals.residuals(table)
     drawn += figures_residuals.of_residuals(apart)
-    found += residuals_text.sentences(apart)
-    notes += residuals_text.not_compared(table)
+    found += residuals.sentences(apart)
+    notes += residuals.not_compared(table)
     beyond_steps = parts.remark(sorted(all_jobs, key=lambda job: -job.excess.size))
     notes += [beyond_steps] if beyond_steps else []
     fixed, varied = ([g for g in all_groups if g.varies is side] for side in (False, True))
@@ -157,7 +156,7 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
             (fit_in, "frontier", tables.of_limits(limits)),
             (roofline, "estimated_throughput", tables.of_estimates(all_groups[:60], estimates)),
             ("Calibration of the estimated throughput", "calibration", tables.of_calibrations(calibrations)),
-            *residuals_text.tables(apart),
+            *residuals.tables(apart),
             *peaks,
             *replays,
         ],

@@ -15,7 +15,7 @@ from math import ceil, floor, log10
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.compare import residuals_text
+from vramsweep.analysis.compare import residuals
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table as Rows
 from vramsweep.analysis.data.metrics import GIB, MIB, UNITS, Unit, unit_of
@@ -66,7 +66,7 @@ def tables(content: Content) -> list[Table]:
     whole = " ".join(context(world, rows) for world, rows in worlds[:2])
     answer = content.answer
     others = [*([(answer.title, "answer", answer.frame)] if answer else []), *content.tables]
-    known = {"residuals": residuals_text.sentences(content.residuals),
+    known = {"residuals": residuals.sentences(content.residuals),
              "estimated_throughput": findings.estimates(content.table),
              "answer": [f"{title}: {verdict}." for title, verdict, _ in answer.cards()] if answer else []}  # fmt: skip
     for title, name, frame in others:

@@ -10,8 +10,16 @@ import pytest
 import synthetic
 from conftest import Cli, cases
 
-from vramsweep.analysis.compare.residuals import COMPONENTS, OUTCOME, pair, residuals, summary
-from vramsweep.analysis.compare.residuals_text import not_compared, sentences, tables
+from vramsweep.analysis.compare.residuals import (
+    COMPONENTS,
+    OUTCOME,
+    not_compared,
+    pair,
+    residuals,
+    sentences,
+    summary,
+    tables,
+)
 from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.analysis.figures.residuals import of_residuals
 from vramsweep.harness.rows.schema import Row

@@ -13,7 +13,7 @@ from vramsweep.harness.sweep.budget import Expected
 from vramsweep.harness.sweep.labels import Labels, describe_common
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.progress import Lines, Progress, Region
-from vramsweep.harness.verbs import plan
+from vramsweep.harness.verbs import plan as plan_verb
 
 CARDS = ("h100-80gb", "a100-80gb", "l4-24gb", "rtx4090-24gb", "t4-16gb")
 
@@ -79,8 +79,8 @@ def test_what_cannot_run_varies_in_what_was_asked_alone() -> None:
     items = planned(tiny(seq_len=8), tiny(seq_len=16), tiny(seq_len=0), tiny(seq_len=0, precision="bf16"))
     assert describe_common(items) == "tiny · torch · cpu · batch 2 · protocol=brief"
     (one, other) = (
-        plan.refused(items),
-        plan.lines(items, [items[0].trial_id], lambda _: Expected(3.0, "")),
+        plan_verb.refused(items),
+        plan_verb.lines(items, [items[0].trial_id], lambda _: Expected(3.0, "")),
     )
     assert list(map(len, one.values())) == [2]
     wanted = [("fp32", {"seq_len": "8, 16"}, {"to do": 1, "finished": 1})]
