@@ -40,9 +40,8 @@ from vramsweep.harness.machine import machine
 from vramsweep.harness.machine.gpu_occupancy import Occupancy
 from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.errors import UserError, describe
-from vramsweep.harness.process import host_memory_guard, orphans, worker_environment
-from vramsweep.harness.process.fork_server import ForkServer, ForkServerError, Timeouts, WarmWorker
-from vramsweep.harness.process.fork_server_pool import OF_A_WORKER, ForkServerPool
+from vramsweep.harness.process import fork_server, host_memory_guard, orphans, worker_environment
+from vramsweep.harness.process.fork_server import ForkServer, ForkServerError, ForkServerPool, Timeouts, WarmWorker
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.process.waiting import Logs, Look, last_words, readable
 from vramsweep.harness.process.worker_files import ANSWER, ENDED, LOGS, PROGRESS, RESULT, SPEC, STEPS
@@ -266,7 +265,9 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
     ) -> ColdWorker | WarmWorker:
         """Start a worker and note it as the root of its attempt's processes. Raises ForkServerError and OSError."""
         if template is not None:
-            warm = template.fork(folder, {name: environ[name] for name in OF_A_WORKER if environ.get(name)}, look)
+            warm = template.fork(
+                folder, {name: environ[name] for name in fork_server.OF_A_WORKER if environ.get(name)}, look
+            )
             self._roots.add(warm.pid)
             return warm
         with self._lock:

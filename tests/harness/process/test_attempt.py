@@ -24,7 +24,7 @@ from launchers import FINE, Still, error, swept
 
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.process import attempt, fork_server, fork_server_pool, orphans, waiting, worker_files
+from vramsweep.harness.process import attempt, fork_server, orphans, waiting, worker_files
 from vramsweep.harness.rows import process_identity
 from vramsweep.harness.rows.outcome import Evidence, HostMemory, classify, is_retryable
 from vramsweep.harness.spec.techniques import catalog
@@ -390,8 +390,8 @@ def test_templates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
             lost=None, users=0, pid=os.getpid(), log=log, **forks
         )
     )
-    monkeypatch.setattr(fork_server_pool, "ForkServer", started)
-    monkeypatch.setattr(fork_server_pool, "room", lambda: room)
+    monkeypatch.setattr(fork_server, "ForkServer", started)
+    monkeypatch.setattr(fork_server, "room", lambda: room)
     settings = [{"name": f"s{n}", "conf": f"max_split_size_mb:{n + 21}"} for n in range(9)]
     values = [tiny(seq_len=n, allocator=a, device={"name": "cuda"}) for a in settings for n in (32, 64, 96, 128)]
     planned = plan.order_trials(plan.expand_trials(values, 1))
