@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, cases
 
-from vramsweep.harness.files.missing_rows import refuse_missing
+from vramsweep.harness.files.sweep_folder import refuse_missing
 from vramsweep.harness.messages.errors import UserError
 
 HEAVY = ("hydra", "pydantic", "pandas", "plotly", "rich", "torch")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from vramsweep import verbs
-from vramsweep.harness.files import bounded_reads, file_names, missing_rows
+from vramsweep.harness.files import bounded_reads, file_names, sweep_folder
 from vramsweep.harness.messages import optional_dependencies, suggestions, terminal
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.version import __version__
@@ -88,7 +88,7 @@ def _main(words: list[str]) -> int:
 
             typed_words.refuse_bare_model(own)
         if verb is not None and verb.reads_rows and (not verb.settings or len(rest) == 1):
-            missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS, verb.name == "report")
+            sweep_folder.refuse_missing(rest, verb.side == verbs.ANALYSIS, verb.name == "report")
         if verb is not None and verb.settings:
             parser = verb.parser()
             rest, notes = typed_words.understand(name, rest, parser)

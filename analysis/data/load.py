@@ -23,7 +23,7 @@ import pyarrow.parquet
 
 from vramsweep.analysis.data.export import as_it_was, each
 from vramsweep.analysis.data.warnings_of_rows import flagged, measured_again, system_columns, systems
-from vramsweep.harness.files import missing_rows
+from vramsweep.harness.files import sweep_folder
 from vramsweep.harness.files.bounded_reads import open_regular
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_count
@@ -77,7 +77,7 @@ def load(path: Path) -> Table:
     """
     files = journal.files(path)
     if not (file := files[0]).is_file():
-        raise UserError(missing_rows.describe_missing(path) + missing_rows.FOREIGN)
+        raise UserError(sweep_folder.describe_missing(path) + sweep_folder.FOREIGN)
     if file.suffix == ".parquet":
         return from_frame(pa.parquet.read_table(file).to_pandas(types_mapper=_pandas_type), str(path))
     if file.suffix == ".csv":

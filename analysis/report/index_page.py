@@ -15,8 +15,7 @@ from vramsweep.analysis.report import page, summary
 from vramsweep.analysis.report.findings import values
 from vramsweep.harness.files import outputs
 from vramsweep.harness.files.bounded_reads import error_reason
-from vramsweep.harness.files.missing_rows import describe_missing
-from vramsweep.harness.files.sweep_folder import find_sweeps
+from vramsweep.harness.files.sweep_folder import describe_missing, find_sweeps
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.sweep import sweep_status
 

@@ -25,9 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vramsweep.harness.files import missing_rows, plain_json
+from vramsweep.harness.files import plain_json
 from vramsweep.harness.files.bounded_reads import error_reason, open_descriptor, open_regular
-from vramsweep.harness.files.sweep_folder import OWN
+from vramsweep.harness.files.sweep_folder import OWN, describe_missing
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.rows.journal_lock import Lock
@@ -311,7 +311,7 @@ def _began(row: Row) -> str:
 def refusal(file: Path, error: OSError) -> UserError:
     """Return the error for a journal that is missing or cannot be read."""
     if not file.exists():
-        return UserError(missing_rows.describe_missing(file.parent if file.name == NAME else file))
+        return UserError(describe_missing(file.parent if file.name == NAME else file))
     return UserError(f"cannot read {file}: {error_reason(error)}; name a folder under results/")
 
 

@@ -10,7 +10,7 @@ from vramsweep.harness.verbs.parsers import read_parser
 
 def import_verb(name: str) -> ModuleType:
     """Import the module of a verb, which has `main(words)`."""
-    return importlib.import_module(f"vramsweep.harness.verbs.{'sweep_command' if name == 'sweep' else name}")
+    return importlib.import_module(f"vramsweep.harness.verbs.{'run_words' if name == 'sweep' else name}")
 
 
 def parser(name: str) -> Parser:

@@ -32,6 +32,9 @@ def run_sweep(argv: Sequence[str], verb: str = "sweep") -> int:
     return swept.status
 
 
+main = run_sweep  # of the verb sweep
+
+
 def sweep_words(argv: Sequence[str], verb: str, suffix: str | None = None, divisible: bool = False) -> Session:
     """Run the sweep that a command line names; return it with its rows and its exit status.
 

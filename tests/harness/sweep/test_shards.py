@@ -26,7 +26,7 @@ from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.progress import Lines
 from vramsweep.harness.sweep.session import Session
 from vramsweep.harness.sweep.shards import Shard
-from vramsweep.harness.verbs import advise, predict, run_words, sweep_command
+from vramsweep.harness.verbs import advise, predict, run_words
 
 WORDS = ["-m", "model=tiny", "device=cpu", "seq_len=32,64,96", "cluster=slurm", "shards=2"]
 
@@ -179,7 +179,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_a_sweep_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS, "cluster.partition=gpu", "cluster.hours=1.5", "cluster.mem_gib=2", "cluster.extra={qos:night}"]
-    assert sweep_command.main(words) == 0
+    assert run_words.main(words) == 0
     folder = Path("results/tiny-torch-cpu")
     assert "2 of 2 shard(s) submitted as 7" in capsys.readouterr().out
     script = (slurm / "script").read_text().splitlines()
@@ -195,12 +195,12 @@ def test_a_sweep_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[st
 
     (slurm / "queue").write_text("7_0\n7_1\n99\n")
     assert sweep_status.read_status(folder).state == "waiting"
-    assert sweep_command.main(words) == 0
+    assert run_words.main(words) == 0
     assert "nothing to submit: 2 jobs are in Slurm's queue" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"2 jobs are in Slurm's queue for this sweep with shards=2.*scancel 7"):
-        sweep_command.main([*words, "shards=3"])
+        run_words.main([*words, "shards=3"])
     (slurm / "queue").write_text("7_1\n")
-    assert sweep_command.main(words) == 0
+    assert run_words.main(words) == 0
     assert "1 of 2 shard(s) submitted" in capsys.readouterr().out
 
     (slurm / "queue").write_text("")
@@ -209,11 +209,11 @@ def test_a_sweep_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[st
     with Journal(folder, "1of2") as written:
         made = row_builder.axis_columns(planned[0]) | {"attempt": 1, "terminal": True, "outcome": "ok", "sweep": "t"}
         written.append(made)
-        assert "another sweep is writing" in refusal(UserError, sweep_command.main, [*words, "shards=3"])
+        assert "another sweep is writing" in refusal(UserError, run_words.main, [*words, "shards=3"])
     capsys.readouterr()
-    assert sweep_command.main([*words, "shards=3"]) == 0
+    assert run_words.main([*words, "shards=3"]) == 0
     assert "3 trials, 2 to do; 2 of 3 shard(s) submitted" in capsys.readouterr().out
-    assert sweep_command.main([*words, "shards=3", "cluster.every=true"]) == 0
+    assert run_words.main([*words, "shards=3", "cluster.every=true"]) == 0
     assert "3 of 3 shard(s) submitted" in capsys.readouterr().out
 
 
@@ -221,20 +221,20 @@ def test_the_device_is_for_the_node_to_decide(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compose, "detect", lambda: "simulated")
-    assert sweep_command.main(["model=tiny", "cluster=slurm", "world_size=2", "sharding=ddp"]) == 0
+    assert run_words.main(["model=tiny", "cluster=slurm", "world_size=2", "sharding=ddp"]) == 0
     assert "1 trial, as composed here; each job chooses its device" in capsys.readouterr().out
     assert "#SBATCH --gpus-per-node=2" in (slurm / "script").read_text()
     job = DelayedSubmission.load(Path("results/tiny-torch-slurm/trials/cluster/7_submitted.pkl"))
     assert job.args[0][-2:] == ["name=tiny-torch-slurm", "shard=1/1"]
     with pytest.raises(UserError, match="has no usable CUDA device, but this job is for GPUs"):
-        sweep_command.main(job.args[0])
+        run_words.main(job.args[0])
 
 
 @pytest.mark.parametrize(("typed", "said"), cases("submission_mistakes"))
 def test_what_is_not_submitted_leaves_no_folder(slurm: Path, typed: str, said: str) -> None:
     words = typed.split()
     given = [word for word in WORDS if word.partition("=")[0] not in {one.partition("=")[0] for one in words}]
-    assert said in refusal(UserError, sweep_command.main, [*given, *words])
+    assert said in refusal(UserError, run_words.main, [*given, *words])
     assert not Path("results/tiny-torch-cpu").exists()
 
 
@@ -246,7 +246,7 @@ def test_a_cluster_is_for_what_is_swept(slurm: Path, monkeypatch: pytest.MonkeyP
             with pytest.raises(UserError, match="divide only the trials of sweep and run"):
                 verb.main([*words, "model=tiny", "seq_len=32", "device.gpu=l4-24gb", part])
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "there is no sbatch here" in refusal(UserError, sweep_command.main, WORDS)
+    assert "there is no sbatch here" in refusal(UserError, run_words.main, WORDS)
 
 
 @pytest.fixture
