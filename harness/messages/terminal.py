@@ -107,22 +107,16 @@ def status_of_lost_stream(lost: Unwritten) -> int:
     return 2
 
 
-class Escaped:
+class Escaped(_Guarded):
     """A stream that escapes what it prints (`escape_text`). Rich writes behind it, because its sequences are wanted."""
 
     def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
         self.rich_proxied_file = stream  # where Rich looks for what is behind a stream
 
     def write(self, text: str) -> int:
         """Print the text, escaped."""
-        return self.rich_proxied_file.write(escape_text(text))
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Print the lines, escaped."""
-        self.rich_proxied_file.writelines(map(escape_text, lines))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.rich_proxied_file, name)
+        return super().write(escape_text(text))
 
 
 def behind_escapes(stream: IO[str]) -> IO[str]:

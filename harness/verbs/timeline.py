@@ -1,6 +1,6 @@
 """`vramsweep timeline`: the memory of a predicted step from event to event, of one trial or of a sweep's rows.
 
-A process of the analysis draws the figure. kept_timelines.py finds the timelines. A snapshot has every event instead.
+A process of the analysis draws the figure. trace_query.py finds the timelines. A snapshot has every event instead.
 """
 
 import json
@@ -12,7 +12,7 @@ from vramsweep.harness.allocator.snapshot import frames_of, write_snapshot
 from vramsweep.harness.files.sweep_folder import kept_traces
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import draw_page
-from vramsweep.harness.questions import kept_timelines, trace_query
+from vramsweep.harness.questions import trace_query
 from vramsweep.harness.verbs.parsers import read_parser
 
 _USAGE = (
@@ -30,10 +30,10 @@ def main(argv: Sequence[str]) -> int:
     if trace_query.name_a_trial(words):
         if (found := trace_query.find_trial("timeline", words)) is None:
             return 0
-        records, place = [kept_timelines.trace_timeline(*found)], Path()
+        records, place = [trace_query.trace_timeline(*found)], Path()
     else:
         place = Path(words[0])
-        records = kept_timelines.read_timelines(place, words[1:], trace=not arguments.kept)
+        records = trace_query.read_timelines(place, words[1:], trace=not arguments.kept)
         if not records and not arguments.json:
             raise UserError(
                 f"{place} has no predicted row with a trace; run the sweep with device=simulated, or omit --kept"

@@ -20,7 +20,7 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import timeline as figure
 from vramsweep.harness.files import file_names, outputs, sweep_folder
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.questions import kept_timelines, trace_query
+from vramsweep.harness.questions import trace_query
 from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_parser import parse
@@ -109,14 +109,14 @@ def test_a_recording_is_in_the_sweep_s_folder(tmp_path: Path) -> None:
 def test_files_that_are_called_after_a_trial_stay_in_the_folder(tmp_path: Path) -> None:
     """An id is a hash, unless somebody wrote the journal by hand."""
     row = complete_row({"trial_id": "../../../x", "started_at": "now"})
-    place = kept_timelines._timeline_path(tmp_path / "sweep", row)
+    place = trace_query._timeline_path(tmp_path / "sweep", row)
     assert place.parent == tmp_path / "sweep" / "timelines"
     (tmp_path / "sweep").mkdir()
-    kept_timelines._keep(tmp_path / "sweep", row, {"peak": {}})
-    assert kept_timelines._read_kept(tmp_path / "sweep", row) == {"peak": {}}
+    trace_query._keep(tmp_path / "sweep", row, {"peak": {}})
+    assert trace_query._read_kept(tmp_path / "sweep", row) == {"peak": {}}
     assert [one for one in tmp_path.rglob("*") if one.is_file()] == [place]
     place.write_text("[1]")
-    assert kept_timelines._read_kept(tmp_path / "sweep", row) is None
+    assert trace_query._read_kept(tmp_path / "sweep", row) is None
 
 
 def test_a_figure_that_is_called_after_a_trial_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
