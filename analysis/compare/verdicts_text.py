@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from vramsweep.analysis.compare import format_difference
-from vramsweep.analysis.compare.changes import Level, Place
-from vramsweep.analysis.compare.trends import BLOCKS, SPEED, Along, Trend, position
+from vramsweep.analysis.compare.trends import BLOCKS, SPEED, Along, Level, Place, Trend, position
 from vramsweep.analysis.compare.verdicts import MARGIN, Comparison, OverAll, Pair
 from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.metrics import METRICS

@@ -15,8 +15,7 @@ from plotly.subplots import make_subplots
 from scipy import ndimage
 
 from vramsweep.analysis.compare import format_difference
-from vramsweep.analysis.compare.changes import Level
-from vramsweep.analysis.compare.trends import SPEED, Along, lines, position
+from vramsweep.analysis.compare.trends import SPEED, Along, Level, lines, position
 from vramsweep.analysis.compare.verdicts import Comparison, Pair, Single
 from vramsweep.analysis.compare.verdicts_text import TITLES, place_of
 from vramsweep.analysis.data.export import guarded_frame

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from test_trends import noise
 
-from vramsweep.analysis.compare.changes import find_level, find_places, find_turn
+from vramsweep.analysis.compare.trends import find_level, find_places, find_turn
 
 pytestmark = pytest.mark.deterministic
 
