@@ -10,8 +10,8 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
             said = p.reason or ("" if took is None else f"~ {duration_words(took)}")
             print(f"{p.trial_id}  {_state(p, todo):<8}  {labels(p)}{f'  {said}' if said else ''}")
     else:
-        Console().print(show_plan(planned, lines(planned, todo, budget.total)))
+        Console().print(show_plan(planned, todo, budget.total))
     counts = Counter(_state(p, todo) for p in planned)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
     if unproven := sorted({name for p in pending if p.trial for name in catalog.unproven_techniques(p.trial)}):
@@ -247,41 +247,6 @@ def _speed(planned: Sequence[Planned], settings: Settings) -> tuple[str, float |
     return "this CPU", 3 * 2 * side**3 / (time.perf_counter() - began)
 
 
-@dataclass(frozen=True)
-class Line:
-    """The trials of one configuration that can run: their lengths and batches, how many are to do and how many are
-    finished, and the seconds of those to do (None: unknown)."""
-
-    label: str
-    ranges: Mapping[str, str]
-    states: Mapping[str, int]
-    seconds: float | None
-
-
-def lines(
-    planned: Sequence[Planned], todo: Iterable[str], total: Callable[[Sequence[Planned]], Expected]
-) -> list[Line]:
-    """Return a line for each configuration, in the order of their first trials. `todo` are the ids of trials to do;
-    `total` returns the time of several trials."""
-    todo = set(todo)
-    named = Labels(planned, WITHIN)
-    axes = [key for key in WITHIN if key in varying(planned)]
-    by_label: dict[str, list[Planned]] = {}
-    for p in planned:
-        if p.trial is not None:
-            by_label.setdefault(named.apart(p), []).append(p)
-    found = []
-    for label, items in by_label.items():
-        mine = [p for p in items if p.trial_id in todo]
-        found.append(Line(
-            label,
-            {key: _range([p.resolved[key] for p in items]) for key in axes if key in items[0].resolved},
-            Counter("to do" if p.trial_id in todo else "finished" for p in items),
-            total(mine).seconds,
-        ))  # fmt: skip
-    return found
-
-
 def refused(planned: Sequence[Planned]) -> dict[str, list[str]]:
     """Return the names of the trials that cannot run, by reason."""
     named, found = Labels(planned), dict[str, list[str]]()
@@ -291,19 +256,29 @@ def refused(planned: Sequence[Planned]) -> dict[str, list[str]]:
     return found
 
 
-def show_plan(planned: Sequence[Planned], told: Sequence[Line]) -> RenderableType:
-    """Return the whole summary for a terminal."""
-    axes = list(dict.fromkeys(key for line in told for key in line.ranges))
-    numbers = ("to do", "finished", "time")
+def show_plan(
+    planned: Sequence[Planned], todo: set[str], total: Callable[[Sequence[Planned]], Expected]
+) -> RenderableType:
+    """Return for a terminal what all trials have in common, a line for each configuration in the order of their first
+    trials, and what cannot run. `todo` are the ids of trials to do; `total` returns the time of several trials."""
+    named, found = Labels(planned, WITHIN), dict[str, list[Planned]]()
+    for p in planned:
+        if p.trial is not None:
+            found.setdefault(named.apart(p), []).append(p)
+    known = {key for items in found.values() for key in items[0].resolved}.intersection(varying(planned))
+    axes, numbers = [key for key in WITHIN if key in known], ("to do", "finished", "time")
     heads = ("configuration", *(CALLED.get(axis, axis.removesuffix(".name")) for axis in axes), *numbers)
     table = make_table(heads, numbers=numbers)
-    for line in told[:MOST]:
-        counts = [str(line.states.get(state, 0) or "–") for state in ("to do", "finished")]
-        took = "?" if line.seconds is None else f"~ {duration_words(line.seconds)}" if line.states.get("to do") else "–"
-        table.add_row(line.label or "all", *(line.ranges.get(axis, "–") for axis in axes), *counts, took)
+    for label, items in itertools.islice(found.items(), MOST):
+        mine = [p for p in items if p.trial_id in todo]
+        counts = [str(count or "–") for count in (len(mine), len(items) - len(mine))]
+        ranges = (_range([p.resolved[key] for p in items]) if key in items[0].resolved else "–" for key in axes)
+        seconds = total(mine).seconds
+        took = "?" if seconds is None else f"~ {duration_words(seconds)}" if mine else "–"
+        table.add_row(label or "all", *ranges, *counts, took)
     parts: list[RenderableType] = [describe_common(planned)]
-    parts += [table] if told else []
-    parts += [f"and {len(told) - MOST} more configurations; --all prints every trial"] if len(told) > MOST else []
+    parts += [table] if found else []
+    parts += [f"and {len(found) - MOST} more configurations; --all prints every trial"] if len(found) > MOST else []
     for reason, labels in refused(planned).items():
         more = f" and {len(labels) - NAMED:,} more" if len(labels) > NAMED else ""
         parts.append(f"{len(labels):,} cannot run: {reason} ({', '.join(labels[:NAMED])}{more})")
