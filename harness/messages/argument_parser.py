@@ -7,7 +7,6 @@ Hydra reads the settings, GROUP=OPTION and KEY=VALUE (overrides.py, settings_ref
 """
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,10 @@ from vramsweep.harness.messages.errors import UserError
 
 WIDTH = 100
 # Hydra's options, which every verb that takes settings understands; --json and --all are ours (verbs/parsers.json).
-_OPTIONS: dict[str, list[str]] = json.loads(Path(__file__).with_name("hydra_options.json").read_text("utf-8"))
-FLAGS, VALUED = _OPTIONS["flags"], _OPTIONS["valued"]
+VALUED = ("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
+          "--experimental-rerun", "-i", "--info")  # fmt: skip
+FLAGS = (*VALUED, "-h", "--help", "--hydra-help", "--version", "--resolve", "-r", "--run", "-m", "--multirun", "-sc",
+         "--shell-completion", "--json", "--all")  # fmt: skip
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
