@@ -43,7 +43,7 @@ def parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argpar
     """Return the arguments, with old names replaced, and the parser. Raises UserError for a mistake."""
     parser = get_args_parser()
     parser.prog = f"vramsweep {'plan' if action == 'plan' else verb}"
-    parser.error = partial(Parser.error, parser)  # type: ignore[method-assign]
+    parser.error = partial(Parser.error, parser)  # type: ignore[method-assign, arg-type]
     short = {"--json": "output=json"} | ({"--all": "output=all"} if action == "plan" else {})
     args = parser.parse_intermixed_args([short.get(word, word) for word in argv])
     given = {word.partition("=")[0] for word in args.overrides}

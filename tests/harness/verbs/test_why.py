@@ -27,7 +27,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def ask(given: Any, **_: Any) -> Any:
         words.append(list(given))
-        return SimpleNamespace(base=item, trial=item.trial), Advice(base, (full,), (base, full), 2, 14 * GIB), []
+        asked = SimpleNamespace(base=item, trial=item.trial, axis=None)
+        return asked, Advice(base, (full,), (base, full), 2, 14 * GIB), []
 
     monkeypatch.setattr(advise, "ask", ask)
     return words
