@@ -21,7 +21,7 @@ Rows cannot show the following, but tests do:
     # a real Slurm of one node, where slurmctld is installed; shards without a cluster
     .venv/bin/python -m pytest tests/slurm tests/harness/sweep/test_shards.py
     # ranks, workers and launchers killed at random
-    .venv/bin/python -m pytest tests/test_night.py
+    .venv/bin/python -m pytest tests/test_torture.py -k night
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -237,6 +238,21 @@ def _skip_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu") and not machine.gpus():
         pytest.skip("needs an NVIDIA card, and this machine has none")
     yield
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """Yield a headless Chromium; without it or playwright the test is skipped."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
+    )
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
 
 
 def unpacked(page: str) -> str:

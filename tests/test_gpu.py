@@ -16,11 +16,9 @@ pytestmark = pytest.mark.gpu
 
 CUDA = {"device": {"name": "cuda"}, "seq_len": 256, "micro_batch": 8}
 RECORDED = {
-    "default": "",
-    "expandable": "expandable_segments:True",
-    "max_split": "max_split_size_mb:128",
+    "default": "", "expandable": "expandable_segments:True", "max_split": "max_split_size_mb:128",
     "roundup": "roundup_power2_divisions:8",
-}
+}  # fmt: skip
 
 
 def cuda(conf: str = "", **over: Any) -> dict[str, Any]:

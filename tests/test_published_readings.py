@@ -52,12 +52,9 @@ def test_a_run_with_all_that_it_may_say(tmp_path: Path) -> None:
     assert one.context == two.context == 3 << 29
     assert (two.grade, two.cannot, two.overrides[-1]) == ("B", None, "micro_batch=1")
     assert [(r.quantity, r.phase, r.value, r.text) for r in one.readings] == [
-        ("allocated", None, 2 << 20, None),
-        ("reserved", "forward", pytest.approx(0.2481 * 95.0396 * (1 << 30)), None),
-        ("step", None, 0.25, None),
-        ("tokens/s", None, 3500.0, None),
-        ("outcome", None, None, "oom"),
-    ]
+        ("allocated", None, 2 << 20, None), ("reserved", "forward", pytest.approx(0.2481 * 95.0396 * (1 << 30)), None),
+        ("step", None, 0.25, None), ("tokens/s", None, 3500.0, None), ("outcome", None, None, "oom"),
+    ]  # fmt: skip
     assert two.readings[0].value == 1e9
     assert one.place.endswith(":9") and one.readings[0].line == 14
 

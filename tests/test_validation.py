@@ -83,14 +83,13 @@ def test_with_and_without_differences() -> None:
 def test_what_fits_is_counted_both_ways() -> None:
     oom = {"quantity": "outcome", "measured": None, "predicted": None}
     found = errors(
-        reading(run="fits"),
-        reading(run="the same trial"),
+        reading(run="fits"), reading(run="the same trial"),
         reading(run="wrongly fits", trial_id="2", measured_outcome="oom", **oom),
         reading(run="runs out", trial_id="3", outcome="oom", measured_outcome="oom", **oom),
         reading(run="wrongly out", trial_id="4", outcome="oom", predicted=None),
         reading(run="not known", trial_id=None, outcome=None, reason="compile", predicted=None),
         reading(run="wrong", trial_id=None, outcome=None, reason="no such model", mistake=True, predicted=None),
-    )
+    )  # fmt: skip
     (line,) = validation.of_outcomes(found).to_dict("records")
     assert list(line.values())[1:] == ["1", "1", "1", "1", "wrongly fits; wrongly out"]
     (left,) = validation_page.of_left_out(found).to_dict("records")
@@ -108,15 +107,11 @@ def test_runs_of_one_name_in_two_files_of_a_source_are_two() -> None:
 
 def test_the_same_reading_of_the_same_trial_counts_once() -> None:
     found = errors(
-        reading(run="fp32"),
-        reading(run="tf32"),
-        reading(run="other value", measured=12.0 * GIB),
-        reading(run="other counter", quantity="reserved"),
-        reading(run="other trial", trial_id="2"),
-        reading(run="other source", title="elsewhere"),
-        reading(run="not predicted", predicted=None),
+        reading(run="fp32"), reading(run="tf32"), reading(run="other value", measured=12.0 * GIB),
+        reading(run="other counter", quantity="reserved"), reading(run="other trial", trial_id="2"),
+        reading(run="other source", title="elsewhere"), reading(run="not predicted", predicted=None),
         reading(run="unknown", trial_id=None, outcome=None, predicted=None, reason="compile"),
-    )
+    )  # fmt: skip
     assert found[found["again"]]["run"].tolist() == ["tf32"]
     made = validation.Validation(found, {}, [], {})
     tables = {title: frame for title, _, frame in validation_page.all_tables(made)}
@@ -135,9 +130,8 @@ def test_every_reading_is_in_bytes_or_seconds_with_what_is_known_of_it() -> None
         reading(mistake=True, reason="no such model"),
     )
     memory, speed, outcome = validation_page.every_reading(found).to_dict("records")
-    assert (memory["measured"], memory["predicted"], memory["upper_bound"]) == (
-        str(10 * GIB), str(11 * GIB), str(12 * GIB),
-    )  # fmt: skip
+    sizes = [memory[name] for name in ("measured", "predicted", "upper_bound")]
+    assert sizes == [str(size * GIB) for size in (10, 11, 12)]
     assert (memory["unit"], memory["error"], memory["upper_bound_error"]) == ("bytes", "+0.100000", "+0.200000")
     assert (memory["peak"], memory["peak_in"], memory["error_above_states"]) == ("moves", "backward", "+0.250000")
     assert [speed[name] for name in ("unit", "measured", "predicted", "why")] == ["s", "0.5", "0.4", "padded; rounded"]
@@ -213,11 +207,9 @@ def test_text_page_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     lost = reading(run="lost", predicted=None, outcome=None, reason="compile")
     wrong = reading(run="wrong", predicted=None, outcome=None, reason="allowed: a, b, c", mistake=True)
     record = {
-        "made": {"torch": "2.13.0", "deepspeed": None},
-        "mistakes": ["f.yaml:3: unit"],
-        "others": {},
+        "made": {"torch": "2.13.0", "deepspeed": None}, "mistakes": ["f.yaml:3: unit"], "others": {},
         "readings": [reading(), far, lost, wrong],
-    }
+    }  # fmt: skip
     path = tmp_path / "readings.json"
     path.write_text(json.dumps(record))
     made = validation.load(path)
@@ -244,8 +236,6 @@ def test_text_page_and_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     text = validation_text.format_validation(validation.Validation(errors(*lacking), {}, [], {}))
     assert "and 2 more reasons: in readings.json" in text
     monkeypatch.setattr(validation_page, "draw_one", mock.Mock(side_effect=UserError("no browser")))
-    assert (
-        refusal(UserError, validation_page.main, path, tmp_path / "b.md", tmp_path / "b.png", tmp_path / "b.csv")
-        == "no browser"
-    )
+    files = (tmp_path / f"b.{suffix}" for suffix in ("md", "png", "csv"))
+    assert refusal(UserError, validation_page.main, path, *files) == "no browser"
     assert (tmp_path / "b.md").exists()  # the page does not wait for a figure that cannot be drawn

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -166,11 +165,7 @@ def test_a_live_region_prints_what_others_say_as_text() -> None:
 
 
 # Elements that no page of ours has, attributes that are code, and links that are none of ours.
-ACTING = """() => [...document.querySelectorAll('img, b, iframe, object')].map(one => one.tagName).concat(
-  [...document.querySelectorAll('*')].flatMap(one => [...one.attributes]
-    .filter(a => a.name.startsWith('on')
-      || /^(xlink:)?href$|^src$/.test(a.name) && !/^(#|data:|https:|plotly)/.test(a.value))
-    .map(a => `${one.tagName} ${a.name}=${a.value}`)))"""
+ACTING = source("acting_elements.js")
 
 
 @pytest.fixture(scope="module")
@@ -184,32 +179,25 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_pages_of_evil_rows_do_nothing_in_a_browser(pages: list[Path]) -> None:
+def test_pages_of_evil_rows_do_nothing_in_a_browser(pages: list[Path], chromium: Any) -> None:
     report = pages[0].read_text(encoding="utf-8")
     assert len(pages) > 4 and "&lt;script&gt;evil()" in report and "Content-Security-Policy" in report
     assert not any("<script>evil()" in page.read_text(encoding="utf-8") for page in pages)
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium on this machine (apt-get install chromium)")
     problems: list[str] = []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for file in pages:
-            page = browser.new_page()
-            page.expose_function("evil", lambda: problems.append("ran"))
-            page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-            page.on("pageerror", lambda error: problems.append(str(error)))
-            page.on("dialog", lambda dialog: problems.append(dialog.message))
-            page.goto(f"file://{file}")
-            page.wait_for_selector(".js-plotly-plot .main-svg")  # a page may forbid to evaluate text
-            if file.name == "report.html":
-                page.wait_for_selector("html[data-drawn]", state="attached")
-                page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
-                page.wait_for_selector("#rows-table tbody tr")
-            assert page.evaluate(ACTING) == [], file
-            page.close()
-        browser.close()
+    for file in pages:
+        page = chromium.new_page()
+        page.expose_function("evil", lambda: problems.append("ran"))
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("dialog", lambda dialog: problems.append(dialog.message))
+        page.goto(f"file://{file}")
+        page.wait_for_selector(".js-plotly-plot .main-svg")  # a page may forbid to evaluate text
+        if file.name == "report.html":
+            page.wait_for_selector("html[data-drawn]", state="attached")
+            page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+            page.wait_for_selector("#rows-table tbody tr")
+        assert page.evaluate(ACTING) == [], file
+        page.close()
     assert problems == []
 
 

@@ -36,12 +36,9 @@ def valid() -> dict[str, Any]:
         "is_expandable": False, "blocks": blocks, "frames": [],
     }  # fmt: skip
     acts = [
-        ("segment_alloc", AT, PAGE),
-        ("alloc", AT, 2 << 20),
-        ("alloc", AT + (2 << 20), 3 << 20),
-        ("free_requested", AT + (2 << 20), 3 << 20),
-        ("free_completed", AT + (2 << 20), 3 << 20),
-    ]
+        ("segment_alloc", AT, PAGE), ("alloc", AT, 2 << 20), ("alloc", AT + (2 << 20), 3 << 20),
+        ("free_requested", AT + (2 << 20), 3 << 20), ("free_completed", AT + (2 << 20), 3 << 20),
+    ]  # fmt: skip
     frame = {"filename": "model.py", "line": 1, "name": "forward"}
     trace = [
         {"action": action, "addr": addr, "size": size, "stream": 0, "time_us": 7 * at, "frames": [dict(frame)]}

@@ -60,19 +60,13 @@ def test_the_largest_number_that_a_formula_makes_is_small() -> None:
 def trace() -> Trace:
     """Two storages, one of which is freed, and what a step does."""
     return Trace(
-        sizes=[512, 1024],
-        categories=["parameters", "activations"],
-        events=[1, 2, -2],
-        marks=[Mark(1, None, "load"), Mark(3, 0, "forward")],
-        streams=[0, 7],
-        origins=[0, 1],
+        sizes=[512, 1024], categories=["parameters", "activations"], events=[1, 2, -2],
+        marks=[Mark(1, None, "load"), Mark(3, 0, "forward")], streams=[0, 7], origins=[0, 1],
         makers=[Maker("", "aten.empty", ""), Maker("layer", "aten.mm", "a.py:1")],
-        kernels=[(Work("bf16", 10, 20, 1), 2)],
-        collectives=[(Collective("all_reduce", 5), 1)],
-        host=HostStorages([4], ["other"], [1], [Mark(1, None, "load")], pinned=[True]),
-        notes=[(1, "use", 1, 7)],
+        kernels=[(Work("bf16", 10, 20, 1), 2)], collectives=[(Collective("all_reduce", 5), 1)],
+        host=HostStorages([4], ["other"], [1], [Mark(1, None, "load")], pinned=[True]), notes=[(1, "use", 1, 7)],
         stepwise=[(1, "-(-{} // 7) * 512", 8)],
-    )
+    )  # fmt: skip
 
 
 def told() -> dict[str, Any]:
@@ -131,17 +125,10 @@ def candidate() -> dict[str, Any]:
     own = trace()
     own.sizes, own.kernels, own.collectives, own.host.sizes = [], [], [], []
     made = symbolic_trace.SymbolicTrace(
-        own,
-        ("64 * seq_len", "512"),
-        (0, 1),
-        (1,),
-        (("bf16", 0, 1, 1, 2),),
-        (("all_reduce", 0, 1),),
-        {"runner_config": {"train_batch_size": 4}},
-        ((("runner_config", "train_batch_size"), 1),),
-        ("seq_len >= 2",),
+        own, ("64 * seq_len", "512"), (0, 1), (1,), (("bf16", 0, 1, 1, 2),), (("all_reduce", 0, 1),),
+        {"runner_config": {"train_batch_size": 4}}, ((("runner_config", "train_batch_size"), 1),), ("seq_len >= 2",),
         "unconfirmed",
-    )
+    )  # fmt: skip
     found: dict[str, Any] = json.loads(json.dumps(plain(symbolic_candidate.Candidate(made, (), (1,)))))
     return found
 

@@ -93,12 +93,8 @@ def test_a_recording_is_in_the_sweep_s_folder(tmp_path: Path) -> None:
     (tmp_path / "secret.pickle").write_bytes(b"")
     (own / "link.pickle").symlink_to(tmp_path / "secret.pickle")
     row = {"trial_id": "t", "model": "m", "seq_len": 1, "precision": "fp32"}
-    for name in (
-        "../../secret.pickle",
-        str(tmp_path / "secret.pickle"),
-        "link.pickle",
-        "attempts/../../../secret.pickle",
-    ):
+    outside = ("../../secret.pickle", "link.pickle", "attempts/../../../secret.pickle")
+    for name in (str(tmp_path / "secret.pickle"), *outside):
         assert file_names.is_inside(own, name) is None
         found, notes = what_if.what_if_tables(Table(pd.DataFrame([row | {"recording": name}]), str(folder)))
         assert found == []

@@ -1,4 +1,4 @@
-"""Test that code which comes with a model (Python files, pickles in its weights) runs only if the user requests it."""
+"""Models of others: their code (Python files, pickles) runs only if requested; what describes none is refused."""
 
 import json
 import pickle
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY, Run, refusal, save_tokenizer, source, tiny
+import torch
+from conftest import ROOT, TINY, Run, parametrized, refusal, save_tokenizer, source, tiny
 
 from vramsweep.harness.config.reproduce_command import command
 from vramsweep.harness.messages.errors import EnvironmentFault
@@ -14,6 +15,7 @@ from vramsweep.harness.spec import trial_parser
 from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.harness.spec.trial_identity import trial_id
 from vramsweep.harness.spec.trial_parser import parse
+from vramsweep.runners.model import build
 
 CODE = source("code_beside_a_model.txt")
 OWN = {  # of each Python file beside a model: its class, that class's base, and what is in it
@@ -150,3 +152,49 @@ def test_no_other_place_allows_code() -> None:
     """Each call of transformers that could run it is told, by the trial or by a plain False."""
     for file in (path for package in ("harness", "runners", "analysis") for path in (ROOT / package).rglob("*.py")):
         assert "trust_remote_code=True" not in file.read_text(), file
+
+
+SAYS = {
+    "num_hidden_layers": (10**12, -1, 0, "many", 2.5, True),
+    "hidden_size": (1 << 62, -64),
+    "vocab_size": (10**18, 0),
+}
+
+
+ORDINARY = TINY["model"]["config"] | {"model_type": "qwen2"}
+# json reads it, a copy overruns the stack
+DEEP = json.dumps(ORDINARY)[:-1] + ', "extra": ' + '{"a":' * 600 + "1" + "}" * 601
+HUGE = json.dumps(ORDINARY)[:-1] + ', "attention_dropout": 1e0}'
+
+
+def folder(tmp_path: Path, text: str) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text(text)
+    return tiny(model={"path": str(tmp_path), "config": {}, "model_type": None})
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SAYS.items() for value in values])
+def test_sizes_of_no_model(tmp_path: Path, name: str, value: Any) -> None:
+    config = ORDINARY | {name: value}
+    said = refusal(InvalidTrial, lambda: build.read_config(parse(folder(tmp_path, json.dumps(config)))))
+    assert len(said) < 400 and "\n" not in said
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[1]", DEEP, HUGE.replace("1e0", "NaN"), HUGE.replace("1e0", "9" * 5000), HUGE.replace("1e0", "9" * 400),
+    "null", "[" * 100_000, '{"a":' * 100_000, "\x00", '{"model_type": "../x"}',
+])  # fmt: skip
+def test_no_configuration_at_all(tmp_path: Path, text: str) -> None:
+    assert "\n" not in refusal(InvalidTrial, lambda: build.read_config(parse(folder(tmp_path, text))))
+
+
+@parametrized("values_of_no_model")
+def test_what_describes_no_model_that_can_be_made(tmp_path: Path, name: str, value: Any) -> None:
+    shipped = tiny(model=TINY["model"] | {"config": TINY["model"]["config"] | {name: value}})
+    for given in (folder(tmp_path, json.dumps(ORDINARY | {name: value})), *[shipped] * (value != "x")):
+        with pytest.raises(InvalidTrial, match=rf"model(\.path)? \S*: |^{name} is a whole number of") as found:
+            build.model(parse(given), torch.device("cpu"))
+        assert "\n" not in str(found.value)
+
+
+def test_an_ordinary_one_is_a_model(tmp_path: Path) -> None:
+    assert build.read_config(parse(folder(tmp_path, json.dumps(ORDINARY)))).num_hidden_layers == 2

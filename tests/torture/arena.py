@@ -138,13 +138,11 @@ class Sweep:
         }  # fmt: skip
         workers = {pid for pid in found if parents.get(pid) in inits}
         roles = {
-            "fork server": templates,
-            "init": inits,
-            "worker": workers,
+            "fork server": templates, "init": inits, "worker": workers,
             "rank": {pid for pid in found if parents.get(pid) in workers},
             "guard": {pid for pid, words in of.items() if "harness.process.orphans" in words},
             "report": {pid for pid, words in of.items() if "vramsweep report" in words},
-        }
+        }  # fmt: skip
         return sorted(roles[name])
 
     def early(self) -> bool:

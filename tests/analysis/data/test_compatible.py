@@ -1,13 +1,20 @@
-"""Test compatibility (docs/compatibility.md): journals of earlier versions are read, and promised columns stay."""
+"""Test compatibility (docs/compatibility.md): earlier journals are read, promised columns stay, reading needs no POSIX.
+
+Not covered: what only a real Windows or macOS shows, such as its paths, its libraries, its browser.
+"""
 
 import csv
 import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, cases
+from conftest import ROOT, TARGETS, cases
 
 import vramsweep
 from vramsweep.harness.rows.schema import BY_NAME, COLUMNS, is_stable
@@ -102,3 +109,22 @@ def test_the_citation_has_what_its_schema_requires_and_the_version_of_the_code()
     assert found.keys() <= known | {"url", "repository-code", "date-released", "doi", "identifiers", "references"}
     assert all(isinstance(found[name], str) for name in ("message", "title", "version", "abstract"))
     assert len(set(found["keywords"])) == len(found["keywords"]) > 0
+
+
+ROWS = ROOT / "results" / "reference" / "gpt2-cpu"
+VERBS = (
+    "fit rows --metric peak_allocated_bytes", "report rows --images none", "compare rows rows",
+    "export rows out.csv", "export rows out.parquet", "paper rows", "check rows", "status rows", "columns", "gpus",
+    "techniques", "report rows --images none",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_verbs_run_elsewhere_and_a_report_is_written_over(here: Path) -> None:
+    shutil.copytree(ROWS, here / "rows")
+    environ = os.environ | {"PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-X", "warn_default_encoding", str(TARGETS / "elsewhere.py"), *VERBS]
+    done = subprocess.run(command, env=environ, capture_output=True, check=False)
+    said = done.stderr.decode("cp1252")
+    assert done.returncode == 0 and "Traceback" not in said, said
+    assert "–" in (here / "rows" / "report.html").read_text(encoding="utf-8")

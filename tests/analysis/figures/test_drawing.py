@@ -6,13 +6,11 @@ import html
 import json
 import os
 import re
-import shutil
 import signal
 import struct
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -31,7 +29,6 @@ from vramsweep.analysis.figures.drawing import NotDrawn, Picture, draw, draw_one
 from vramsweep.analysis.report.content import collect
 from vramsweep.harness.messages.errors import UserError
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
 MADE_UP = re.compile(r"url\(.*?\)|(?<=trace)[0-9a-f]{6}|(?<=cb)[0-9a-f]{6}|['\"]")  # names, and how they are quoted
@@ -139,30 +136,19 @@ def test_ctrl_c_while_it_draws_ends_it_and_leaves_whole_files(tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser(chromium: Any) -> Any:
     """A page of Chromium that has plotly's script, in a font as wide as Arial."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine (apt-get install chromium)")
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = started.new_page()
-        page.set_content("<div id='place'></div>")
-        page.add_script_tag(content=get_plotlyjs())
-        if abs(measured(page, "normal", ["W"])[0] - 0.944) > 0.001:
-            pytest.skip("no font here is as wide as Arial (apt-get install fonts-liberation)")
-        yield page
-        started.close()
+    page = chromium.new_page()
+    page.set_content("<div id='place'></div>")
+    page.add_script_tag(content=get_plotlyjs())
+    if abs(measured(page, "normal", ["W"])[0] - 0.944) > 0.001:
+        pytest.skip("no font here is as wide as Arial (apt-get install fonts-liberation)")
+    return page
 
 
 def measured(page: Any, weight: str, letters: list[str]) -> list[float]:
     """How wide Chromium sets each letter, in em."""
-    return page.evaluate(
-        """([weight, font, letters]) => { const context = document.createElement("canvas").getContext("2d");
-        context.font = `${weight} 1000px ${font}`;
-        return letters.map((one) => context.measureText(one).width / 1000); }""",
-        [weight, FONT, letters],
-    )
+    return page.evaluate(source("widths_of_letters.js"), [weight, FONT, letters])
 
 
 @pytest.mark.slow
@@ -204,13 +190,7 @@ def test_every_figure_is_the_one_that_a_browser_draws(browser: Any, tmp_path: Pa
         plot.update_traces(line_simplify=False, selector={"type": "scatter"})  # by parts of a pixel
     draw([Picture(plot, tmp_path / f"{name}.svg") for name, plot in plots.items()])
     for name, plot in plots.items():
-        svg = browser.evaluate(
-            """([plot]) => { const place = document.getElementById("place");
-            const { data, layout } = JSON.parse(plot);
-            return Plotly.newPlot(place, data, layout, { staticPlot: true })
-              .then(() => Plotly.Snapshot.toSVG(place, "svg", 1)); }""",
-            [plot.to_json()],
-        )
+        svg = browser.evaluate(source("figure_as_svg.js"), [plot.to_json()])
         own = (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
         for one, other in zip_longest(described(own), described(svg)):
             assert one[:3] == other[:3], name

@@ -1,7 +1,6 @@
 """The figure of a step's timeline, its table, the verb that makes it, and its place in a report."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,7 +17,6 @@ from vramsweep.harness.questions import trace_query
 from vramsweep.harness.verbs import timeline
 
 MIB = 1 << 20
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def record(unit: int = MIB, **over: Any) -> dict[str, Any]:
@@ -133,30 +131,25 @@ def test_a_page_of_timelines_escapes_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
-def test_the_page_in_chromium(tmp_path: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+def test_the_page_in_chromium(tmp_path: Path, chromium: Any) -> None:
     data, out = tmp_path / "data.json", tmp_path / "page.html"
     data.write_text(json.dumps([record()]))
     draw(data, out)
     problems: list[str] = []
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto(f"file://{out}")
-        page.wait_for_selector("#figure-0 .main-svg")
-        box = page.locator("#figure-0 .nsewdrag").first.bounding_box()
-        assert box is not None
-        page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.7 * box["height"])
-        page.wait_for_selector("#figure-0 .hoverlayer .legend")
-        hover = str(page.locator("#figure-0 .hoverlayer").text_content())
-        assert "activations : 30.00 MiB" in hover and "allocated : 60.00 MiB" in hover
-        assert "reserved : 80.00 MiB" in hover
-        page.set_viewport_size({"width": 390, "height": 800})
-        page.wait_for_timeout(300)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        browser.close()
+    page = chromium.new_page(viewport={"width": 1280, "height": 900})
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(f"file://{out}")
+    page.wait_for_selector("#figure-0 .main-svg")
+    box = page.locator("#figure-0 .nsewdrag").first.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.7 * box["height"])
+    page.wait_for_selector("#figure-0 .hoverlayer .legend")
+    hover = str(page.locator("#figure-0 .hoverlayer").text_content())
+    assert "activations : 30.00 MiB" in hover and "allocated : 60.00 MiB" in hover
+    assert "reserved : 80.00 MiB" in hover
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert problems == []
 
 

@@ -49,11 +49,9 @@ def test_no_curve_is_read_beyond_what_the_model_has_positions_for() -> None:
     assert not limits("2048")[80].proven and limits("2048")[80].extrapolated
     assert "1,024 tokens fitted; all that the model has positions for (" in text([limits("1024")[80]])
     tight = {
-        "outcome": "oom",
-        "seq_len": 1100,
-        "trial_id": "o",
+        "outcome": "oom", "seq_len": 1100, "trial_id": "o",
         **dict.fromkeys(("peak_reserved_bytes", "device_used_bytes")),
-    }
+    }  # fmt: skip
     rows = synthetic.curve((128, 256, 512, 1024), device_gib=80)
     known = [row | {POSITIONS: "2048"} for row in (*rows, rows[0] | tight)]
     [limit] = frontier(synthetic.table(known), [80])

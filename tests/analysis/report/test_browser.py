@@ -3,7 +3,6 @@
 The pages forbid to evaluate text, so that nothing here may wait for a function: selectors are waited for.
 """
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -23,12 +22,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.sweep import plan
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)"),
-]
+pytestmark = pytest.mark.slow
 EVIL = "<b onclick=alert(1)>made-up</b>"
 MB = 1_000_000
 ROWS = "#rows-table tbody tr"
@@ -57,18 +51,10 @@ class Tab:
         return list(self.page.evaluate(f"document.querySelector('#figure-0').data.map({told})"))
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
 @pytest.fixture
-def tab(browser: Any) -> Iterator[Tab]:
+def tab(chromium: Any) -> Iterator[Tab]:
     """Whatever a test does with it, no error is said and nothing but the page itself is asked for."""
-    made = Tab(browser.new_page(viewport={"width": 1100, "height": 900}, color_scheme="dark"))
+    made = Tab(chromium.new_page(viewport={"width": 1100, "height": 900}, color_scheme="dark"))
     made.page.on("console", lambda message: made.problems.append(message.text) if message.type == "error" else None)
     made.page.on("pageerror", lambda error: made.problems.append(str(error)))
     made.page.on("request", lambda request: made.fetched.append(request.url))
@@ -163,11 +149,7 @@ def test_the_first_screen_answers_five_questions(folder: Path, tab: Tab) -> None
 def test_no_word_of_a_figure_is_cut_off(width: int, folder: Path, tab: Tab) -> None:
     tab.page.set_viewport_size({"width": width, "height": 844})
     tab.open(folder / "report.html")
-    cut = """() => [...document.querySelectorAll('.plot')].flatMap(plot => { const room = plot.getBoundingClientRect();
-      return [...plot.querySelectorAll('.main-svg text')].filter(t => { const r = t.getBoundingClientRect();
-        return r.width && (r.left < room.left - 1 || r.right > room.right + 1 || r.bottom > room.bottom + 1); })
-        .map(t => plot.closest('figure').id + ': ' + t.textContent); })"""
-    assert tab.page.evaluate(cut) == []
+    assert tab.page.evaluate(source("words_cut_off.js")) == []
 
 
 def test_three_findings_stand_first_and_the_main_figure_is_of_the_answers(folder: Path, tab: Tab) -> None:

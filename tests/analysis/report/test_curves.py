@@ -16,8 +16,6 @@ from vramsweep.analysis.figures import layout
 from vramsweep.analysis.report.content import Fitting, collect
 from vramsweep.harness.messages.errors import UserError
 
-pytestmark = pytest.mark.deterministic
-
 X = np.arange(100, 2100, 100)
 ACTIVE = np.maximum(10000, 8000 + 2.5 * X) + 20 * np.sin(X)  # MiB: neither a line nor a parabola
 HALF = 0.5

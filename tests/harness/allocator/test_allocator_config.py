@@ -28,19 +28,14 @@ from vramsweep.harness.messages.errors import UserError
 DOCS = ROOT / "docs" / "allocator_settings.md"
 POWERS = st.integers(0, 7).map(lambda i: 1 << i)
 CONFIGS = st.builds(
-    AllocatorConfig,
-    backend=st.sampled_from(["native", "cudaMallocAsync"]),
-    expandable_segments=st.booleans(),
-    large_segment_size_mb=st.integers(11, 64),
-    max_split_size_mb=st.none() | st.integers(64, 10**6),
+    AllocatorConfig, backend=st.sampled_from(["native", "cudaMallocAsync"]), expandable_segments=st.booleans(),
+    large_segment_size_mb=st.integers(11, 64), max_split_size_mb=st.none() | st.integers(64, 10**6),
     max_non_split_rounding_mb=st.none() | st.integers(64, 10**6),
     roundup_power2_divisions=st.lists(st.just(0) | POWERS, min_size=16, max_size=16).map(tuple),
-    garbage_collection_threshold=st.none() | st.floats(0.01, 0.99),
-    per_process_memory_fraction=st.floats(0, 1),
-    pinned_use_cuda_host_register=st.booleans(),
-    pinned_num_register_threads=POWERS,
+    garbage_collection_threshold=st.none() | st.floats(0.01, 0.99), per_process_memory_fraction=st.floats(0, 1),
+    pinned_use_cuda_host_register=st.booleans(), pinned_num_register_threads=POWERS,
     pinned_reserve_segment_size_mb=st.none() | st.integers(1, 10**6),
-)
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -161,24 +156,18 @@ def test_the_documentation_names_what_is_read_back():
 
 
 def test_the_driver_s_allocator_is_what_an_h100_showed():
-    pairs = {}
+    pairs, own, expandable = {}, "cuda_malloc_async", "expandable"
     for line in (ROOT / "results" / "reference" / "h100-80gb" / "rows.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if (
-            row["outcome"] == "ok"
-            and row["device"] == "cuda"
-            and row["allocator"] in ("expandable", "cuda_malloc_async")
-        ):
+        if (row["outcome"], row["device"]) == ("ok", "cuda") and row["allocator"] in (expandable, own):
             settings = {key: value for key, value in row["trial"].items() if key not in ("allocator", "repeat")}
             pairs.setdefault(json.dumps(settings, sort_keys=True), {})[row["allocator"]] = row
     both = [pair for pair in pairs.values() if len(pair) == 2]
-    ratios = [
-        pair["cuda_malloc_async"]["peak_reserved_bytes"] / pair["expandable"]["peak_reserved_bytes"] for pair in both
-    ]
+    ratios = [pair[own]["peak_reserved_bytes"] / pair[expandable]["peak_reserved_bytes"] for pair in both]
     low, high = ASYNC_RESERVED
     assert (len(both), round(min(ratios) - 1, 3), round(max(ratios) - 1, 3)) == (8, low, high)
     for pair in both:
-        apart = pair["cuda_malloc_async"]["peak_allocated_bytes"] - pair["expandable"]["peak_allocated_bytes"]
+        apart = pair[own]["peak_allocated_bytes"] - pair[expandable]["peak_allocated_bytes"]
         assert abs(apart) < 0.1 * MIB
     told = as_simulated(parse("backend:cudaMallocAsync,max_split_size_mb:128"))
     assert told.render() == "expandable_segments:True" and as_simulated(told) is told

@@ -7,11 +7,10 @@ import pickle
 import struct
 
 import pytest
-from allocator_recorder import record
 from conftest import ROOT, cases, refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_allocator_simulator import OPERATIONS
+from test_allocator_simulator import OPERATIONS, record
 
 from vramsweep.harness.allocator import recording, safe_unpickle
 from vramsweep.harness.allocator.initial_state import undo

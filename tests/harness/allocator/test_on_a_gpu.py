@@ -238,10 +238,8 @@ def test_a_compiled_optimizer_asks_for_what_a_card_was_asked_while_its_kernels_w
     begin, end = (next(m.end for m in trace.marks if (m.step, m.phase) == (0, p)) for p in ("backward", "optimizer"))
     found = once(traced(trace, begin, end))
     with recorded_events(ROOT / "results" / "reference" / "h200-141gb", f"miss-{row['trial_id']}") as events:
-        first = next(
-            n for n, e in enumerate(events) if any("torchao/optim" in f["filename"] for f in e.get("frames", ()))
-        )
-        card = once(asked_for(events[first:]))
+        made = [any("torchao/optim" in f["filename"] for f in e.get("frames", ())) for e in events]
+        card = once(asked_for(events[made.index(True) :]))
     until = found.index(("free", 4 * 50257 * 768 * 2)) + 1
     assert found[:until] == card[:until]
     copies = [("alloc", 4 * 50257 * 768)] * 2

@@ -1,6 +1,9 @@
-"""Cards whose memory does not come back, or comes back late, on a stand-in for NVML."""
+"""GPUs whose memory does not come back, or late, on a stand-in for NVML; and the locks of one user's sweeps."""
 
+import contextlib
 import os
+import subprocess
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +11,12 @@ from typing import Any
 
 import pynvml
 import pytest
+from conftest import source
+from launchers import CARDS
 from test_machine import Driver, card
 
 from vramsweep.harness.machine import machine
-from vramsweep.harness.machine.gpu_occupancy import GpuTaken, Occupancy
+from vramsweep.harness.machine.gpu_occupancy import GpuTaken, Occupancy, lock_gpus
 from vramsweep.harness.rows import outcome
 
 GIB = 1 << 30
@@ -107,3 +112,56 @@ def test_a_desktop_that_grows_stops_nothing_and_hides_nothing(driver: Driver, lo
         found.append(look())
     assert found[:2] == [None, None] and found[2] is not None
     assert str(found[2].held).startswith("1.0 GiB more than before")
+
+
+HOLDS = source("holder_of_a_lock.txt")
+
+
+def test_another_sweep_s_card_is_waited_for_and_said_and_is_free_when_its_process_ends(tmp_path: Path) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdin and other.stdout and other.stdout.readline() == "None\n"
+    slept = list[float]()
+    with lock_gpus(CARDS[:2], slept.append, 3, tmp_path) as others:
+        assert others == f"GPU 1 is used by another sweep, process {other.pid}"
+    assert sum(slept) == 3
+    with lock_gpus(CARDS[:1], slept.append, 3, tmp_path) as others:
+        assert others is None
+
+    def sleep(seconds: float) -> None:
+        other.kill()
+        other.wait()
+
+    with lock_gpus(CARDS[:2], sleep, 3, tmp_path) as others:
+        assert others is None
+    other.communicate()
+
+
+def test_who_waits_comes_before_who_has_just_had_it(tmp_path: Path) -> None:
+    """One that is at the head of the queue keeps a third, and the one that has the card now, from going before it."""
+    first, order = CARDS[:1], list[str]()
+    with contextlib.ExitStack() as had:
+        assert had.enter_context(lock_gpus(first, lambda _: None, 0, tmp_path)) is None
+
+        def third_comes_too(seconds: float) -> None:
+            with lock_gpus(first, lambda _: None, 0, tmp_path) as others:
+                order.append(f"third: {others is None}")
+            had.close()
+
+        with lock_gpus(first, third_comes_too, 9, tmp_path) as others:
+            order.append(f"second: {others is None}")
+    assert order == ["third: False", "second: True"]
+
+
+def test_without_a_folder_or_names_it_is_as_without_locks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    nameless = machine.Gpu(0, "NVIDIA H100", None, "1", 80 << 30, 0, (), (9, 0))
+    for cards, folder in ((CARDS, tmp_path / "file" / "below"), ([nameless], tmp_path)):
+        with lock_gpus(cards, lambda _: None, 0, folder) as others:
+            assert others is None
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    (tmp_path / "GPU-0.lock").symlink_to(tmp_path / "file")
+    with lock_gpus(CARDS[:1], lambda _: None, 0, tmp_path) as others:
+        assert others is None
+    assert (tmp_path / "file").read_text() == ""

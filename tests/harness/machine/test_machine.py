@@ -79,12 +79,10 @@ def given(value: Any) -> Any:
 
 def card(number: int = 0, **over: Any) -> dict[str, Any]:
     return {
-        "Name": "NVIDIA H100 80GB HBM3",
-        "UUID": f"GPU-{number}4b4a5c1e",
-        "MemoryInfo": types.SimpleNamespace(total=81559 << 20, used=4 << 20),
-        "ComputeRunningProcesses": [],
+        "Name": "NVIDIA H100 80GB HBM3", "UUID": f"GPU-{number}4b4a5c1e",
+        "MemoryInfo": types.SimpleNamespace(total=81559 << 20, used=4 << 20), "ComputeRunningProcesses": [],
         "CudaComputeCapability": (9, 0),
-    } | over
+    } | over  # fmt: skip
 
 
 def in_mig_mode(**over: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One attempt: templates that misbehave, results and logs that are not what they should be, templates used again."""
+"""One attempt: templates that misbehave, results and logs that are wrong, its environment, templates used again."""
 
 import errno
 import importlib
@@ -20,11 +20,11 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, TARGETS, Run, cases, custom, parametrized, refusal, source, tiny, wait_for
-from launchers import FINE, Still, error, swept
+from launchers import Still, swept
 
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.process import attempt, fork_server, orphans, waiting, worker_files
+from vramsweep.harness.process import attempt, fork_server, orphans, waiting, worker_environment, worker_files
 from vramsweep.harness.rows import process_identity
 from vramsweep.harness.rows.outcome import Evidence, HostMemory, classify, is_retryable
 from vramsweep.harness.spec.techniques import catalog
@@ -406,27 +406,13 @@ def test_templates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     assert lengths == [128] * 9 + [32] * 9 + [64] * 9 + [96] * 9  # still coarse to fine
 
 
-@pytest.mark.parametrize(
-    ("evidence", "text", "said"),
-    [
-        (FINE, '[{"a": 1}]', None),
-        (FINE, '[{"a": 1', "it broke: the worker's answer cannot be read"),
-        (FINE, None, "it broke: the worker's answer cannot be read"),
-        (Evidence(exit_code=-9), '[{"a": 1}]', None),
-        (Evidence(exit_code=-9), None, "it broke: killed by SIGKILL"),
-        (Evidence(expired=True, deadline_s=7.0), None, "no answer within 7 s; ask less"),
-        (
-            Evidence(expired=True, deadline_s=7.0, starved=HostMemory(60 << 30, 63 << 30, 64 << 30, 2 << 30)),
-            None,
-            "it broke: ended because it used 60.0 of the host's 64.0 GiB",
-        ),
-        (error("vramsweep.harness.spec.trial.InvalidTrial", "has no shape"), None, "has no shape"),
-        (error("builtins.ValueError", "no such thing"), None, "it broke: builtins.ValueError: no such thing"),
-    ],
-)
+@parametrized("ends_of_asked_workers")
 def test_an_answer_that_is_there_counts_however_the_worker_ended(
-    evidence: Evidence, text: str | None, said: str | None, tmp_path: Path
+    ended: dict[str, Any], text: str | None, said: str | None, tmp_path: Path
 ) -> None:
+    starved = HostMemory(*ended["starved"]) if "starved" in ended else None
+    evidence = Evidence(**ended | {"starved": starved})
+
     class Asked(Still):
         def answer(self, spec: Any, folder: Path, environ: Any, look: Any) -> Evidence:
             if text is not None:
@@ -438,3 +424,36 @@ def test_an_answer_that_is_there_counts_however_the_worker_ended(
         assert attempt.ask_attempt(*request) == [{"a": 1}]
     else:
         assert refusal(UserError, attempt.ask_attempt, *request).startswith(said)
+
+
+FALSIFYING = dict(cases("falsifying_variables"))
+OUTER = dict(cases("variables_of_launchers"))
+KEPT = {"HOME": "/h", "NCCL_DEBUG": "INFO"}
+
+
+def test_what_confuses_or_falsifies_is_not_passed_on_and_that_is_said() -> None:
+    base = FALSIFYING | OUTER | KEPT
+    environ = attempt.attempt_environment("", "cuda", base)
+    assert environ.items() >= KEPT.items()
+    said = [line.split(" because ")[0].replace(",", " ").split() for line in worker_environment.describe_dropped(base)]
+    for name in (*FALSIFYING, *OUTER):
+        assert name not in environ and sum(name in names for names in said) == 1, name
+    assert worker_environment.describe_dropped(KEPT) == []
+
+
+@pytest.mark.slow
+def test_a_row_records_what_its_worker_had(
+    run_sweep: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = {"HF_TOKEN": "hf_plantedsecret", "NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "EDITOR": "vi"}
+    for name, text in (OUTER | FALSIFYING | own).items():
+        monkeypatch.setenv(name, text)
+    rows = run_sweep(custom("good"), custom("killed"), isolation="warm")
+    assert [row["outcome"] for row in rows] == ["ok", "crash"]
+    for row in rows:  # a killed worker tells nothing, so then it is what it was given
+        assert row["environment"]["NCCL_DEBUG"] == "WARN"
+        assert row["environment"]["OMP_NUM_THREADS"] == "1"
+        assert row["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+        assert not set(row["environment"]) & {*FALSIFYING, *OUTER, "EDITOR", "HF_TOKEN", "HOME"}
+    said = capfd.readouterr().err
+    assert said.count("CUDA_LAUNCH_BLOCKING") == 1

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pandas as pd
 import pytest
-from conftest import refusal, source
+from conftest import literal_cases, refusal, source
 
 from vramsweep.analysis.data.load import from_frame, load
 from vramsweep.harness.messages.errors import UserError
@@ -282,22 +282,11 @@ def test_a_file_system_without_locks_is_told_from_a_locked_journal(
     assert [path.name for path in tmp_path.iterdir()] == [journal.NAME]
 
 
-OWN = process_identity.own_identity()
+OF_BEFORE = {"host": "vm", "pid": 1, "started": 1.0}
+CLAIMS = [(process_identity.own_identity() | change, taken) for change, taken in literal_cases("claims_on_a_journal")]
 
 
-@pytest.mark.parametrize(
-    ("left", "taken"),
-    [
-        (OWN | {"pid": 1 << 22}, True),  # no process has this id
-        (OWN | {"ticks": 1}, True),  # it had; another one has it now
-        (OWN | {"boot": "the one before"}, True),
-        (OWN | {"space": 1}, False),  # in another container: which process that is cannot be seen
-        (OWN | {"host": "another"}, False),
-        ({"host": "vm", "pid": 1, "started": 1.0}, False),  # of before
-        ("", False),
-        ("garbage", False),
-    ],
-)
+@pytest.mark.parametrize(("left", "taken"), [*CLAIMS, (OF_BEFORE, False), ("", False), ("garbage", False)])
 def test_without_locks_a_claim_is_taken_over_from_a_process_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: Any, taken: bool
 ) -> None:

@@ -12,8 +12,7 @@ from vramsweep.harness.search.fit_survey import REACH, STRETCH, Asked, Card, Edg
 from vramsweep.harness.search.strategy import drive
 
 MIB, GIB = 1 << 20, 1 << 30
-
-
+Setting = Callable[[int], int]
 Looks = list[tuple[int, tuple[int, ...]]]
 Evaluate = Callable[[Asked], Mapping[int, Mapping[str, RequiredBytes]]]
 
@@ -27,7 +26,7 @@ def survey(
     return one.found()
 
 
-def of(need: Callable[[int], int], floor: Callable[[int], int]) -> tuple[Evaluate, Looks]:
+def of(need: Setting, floor: Setting) -> tuple[Evaluate, Looks]:
     """Answers from functions of the point, and the points and rooms that were asked for. What is needed is found to a
     percent, as by replays."""
     asked: Looks = []
@@ -47,11 +46,7 @@ def of(need: Callable[[int], int], floor: Callable[[int], int]) -> tuple[Evaluat
 
 
 def edges(
-    points: int,
-    need: Callable[[int], int],
-    limits: dict[str, int],
-    floor: Callable[[int], int] | None = None,
-    **options: Any,
+    points: int, need: Setting, limits: dict[str, int], floor: Setting | None = None, **options: Any
 ) -> tuple[dict[str, Edge], Looks]:
     """Return what the survey finds and looks at. It knows `floor` beforehand if given; else the floor is the need."""
     evaluate, asked = of(need, floor or need)
@@ -60,7 +55,7 @@ def edges(
     return survey({"setting": floors}, cards, evaluate, **options), asked
 
 
-def truth(points: int, need: Callable[[int], int], limits: dict[str, int]) -> dict[str, tuple[int | None, int | None]]:
+def truth(points: int, need: Setting, limits: dict[str, int]) -> dict[str, tuple[int | None, int | None]]:
     """From every point."""
     found: dict[str, tuple[int | None, int | None]] = {}
     for name, limit in limits.items():
@@ -74,7 +69,7 @@ def answer(edges: dict[str, Edge]) -> dict[str, tuple[int | None, int | None]]:
     return {name: (edge.all_up_to, edge.largest) for name, edge in edges.items()}
 
 
-def jagged(seed: int) -> tuple[Callable[[int], int], Callable[[int], int]]:
+def jagged(seed: int) -> tuple[Setting, Setting]:
     """Return need and floor. The floor has lines with a knee, and one class of eight that takes more; the need adds
     blocks of 2 MiB and jumps of up to 3 %."""
     dice = random.Random(seed)
@@ -108,7 +103,7 @@ def test_it_is_what_looking_at_every_point_says(seed: int, known: bool) -> None:
             assert set(range(max(0, first - STRETCH), first)) <= looked
 
 
-def one_in(period: int, seed: int) -> tuple[Callable[[int], int], Callable[[int], int]]:
+def one_in(period: int, seed: int) -> tuple[Setting, Setting]:
     """Return need and floor: a line; the need adds a little noise, and 3 % for one class of points."""
     dice = random.Random(seed)
     start, slope = dice.randint(1000, 2000) * MIB, dice.randint(2 * MIB, 4 * MIB)
@@ -203,9 +198,6 @@ def test_points_without_an_answer_are_counted() -> None:
     found = survey({"setting": [None] * 100}, {"card": Card("setting", 2 * GIB)}, some, every=True)["card"]
     assert (found.all_up_to, found.largest, found.looked_at, found.unanswered) == (59, 59, 60, 40)
     assert not found.complete
-
-
-Setting = Callable[[int], int]
 
 
 def without(needs: Setting, floor: Setting, missed: Callable[[int, tuple[int, ...]], bool]) -> tuple[Evaluate, Looks]:

@@ -1,10 +1,11 @@
 """The registry of techniques: it is whole, everything that follows from it does, and what cannot be says why."""
 
+import json
 import tomllib
 from typing import Any
 
 import pytest
-from conftest import ROOT, Cli, refusal, tiny
+from conftest import ROOT, Cli, cases, refusal, tiny
 from omegaconf import OmegaConf
 
 from vramsweep.analysis.data import groups
@@ -16,6 +17,7 @@ from vramsweep.harness.spec.shardings import SHARDINGS
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.techniques import schema as entry_module
 from vramsweep.harness.spec.techniques.catalog import AXES, TECHNIQUES, Package, Technique
+from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.runners.rank.entry_modules import import_entry
 
 CONFIG = OmegaConf.load(ROOT / "conf" / "config.yaml")  # whose values harness.config.compose resolves
@@ -133,6 +135,25 @@ def test_the_terminal_lists_every_technique(cli: Cli) -> None:
     assert all(f"  {catalog.text(entry.name)}" in shown for entry in TECHNIQUES)
     (optimizer,) = cli.json("techniques", "optimizer")
     assert [value["name"] for value in optimizer["values"]] == list(catalog.values("optimizer"))
-    assert "there is no such setting; did you mean optimizer? `vramsweep techniques` lists" in cli.refuse(
-        "techniques", "optimiser"
+    said = "there is no such setting; did you mean optimizer? `vramsweep techniques` lists"
+    assert said in cli.refuse("techniques", "optimiser")
+
+
+@pytest.mark.parametrize(("settings", "reason"), cases("impossible_techniques"))
+def test_what_would_not_do_what_it_says_is_refused(monkeypatch: pytest.MonkeyPatch, settings: str, reason: str) -> None:
+    """Whether or not the packages that they need are installed."""
+    monkeypatch.setattr(catalog.Package, "missing", lambda package: None)
+    assert reason in refusal(InvalidTrial, trial_parser.parse, tiny(**json.loads(settings)))
+
+
+def test_what_is_like_it_and_possible_is_not() -> None:
+    """FSDP1 with adapters, once nothing is in half precision, and under the Trainer, which says what torch needs."""
+    values = tiny(
+        adapter="lora",
+        precision="bf16",
+        device={"name": "simulated", "gpu": "a100-80gb"},
+        sharding="fsdp1",
+        world_size=2,
     )
+    for runner in ({"name": "torch", "options": {"use_orig_params": True}}, {"name": "trainer"}):
+        trial_parser.parse(values | {"runner": runner})

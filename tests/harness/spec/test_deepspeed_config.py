@@ -55,12 +55,9 @@ def test_axes_that_are_left_alone_are_what_the_file_says(write: Write, cli: Cli)
     assert [one["optimizer"] for one in both] == ["default", "sgd"] * 2
 
 
+CLIPPED = json.dumps(zero(2, gradient_clipping=10**400))
 LONG: list[tuple[str, dict[str, Any], str]] = [
-    (
-        json.dumps(zero(2, gradient_clipping=10**400)),
-        {},
-        "gradient_clipping is a whole number of 401 digits; allowed is",
-    ),
+    (CLIPPED, {}, "gradient_clipping is a whole number of 401 digits; allowed is"),
     ('{"a": 1' + "0" * 5000 + "}", {}, "ds.json cannot be read as JSON | 4300 digits"),
     ('{"a": ' * 900 + "1" + "}" * 900, {}, "ds.json | nested deeper than 50"),
     ("[" * 100_000, {}, "ds.json | nested deeper than 50"),
@@ -82,12 +79,10 @@ def test_a_file_that_contradicts_an_axis_is_refused_by_both_names(
 
 
 def test_who_takes_a_file_and_what_does_without_one(tmp_path: Path, write: Write) -> None:
+    none = tiny(ds_config=str(tmp_path / "none.json"), runner={"name": "deepspeed"}, sharding="zero2")
     for values, text in (
+        (none, "there is no such"),
         (tiny(ds_config=write(zero(2))), "ds_config needs runner=trainer or deepspeed, not torch"),
-        (
-            tiny(ds_config=str(tmp_path / "none.json"), runner={"name": "deepspeed"}, sharding="zero2"),
-            "there is no such",
-        ),
         (tiny(runner={"name": "trainer", "options": {"deepspeed": "x"}}), "ds_config, the path of a file"),
         (tiny(runner={"name": "trainer"}, sharding="zero2", zero_init=False), "zero_init=false has no effect"),
         (tiny(runner={"name": "trainer"}, sharding="zero1", precision="bf16_pure"), "fp32 master weights"),

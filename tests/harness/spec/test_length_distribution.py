@@ -52,9 +52,8 @@ def test_a_histogram_is_drawn_as_often_as_it_counts(tmp_path: Path) -> None:
 
 
 def test_a_lognormal_has_its_median_and_its_spread() -> None:
-    drawn = sorted(
-        itertools.islice(length_distribution.drawn(length_distribution.Lognormal(500, 0.8), 0, 1 << 20), 20_000)
-    )
+    lognormal = length_distribution.Lognormal(500, 0.8)
+    drawn = sorted(itertools.islice(length_distribution.drawn(lognormal, 0, 1 << 20), 20_000))
     assert drawn[10_000] == pytest.approx(500, rel=0.03)
     assert statistics.fmean(drawn) == pytest.approx(500 * 2.718281828 ** (0.8**2 / 2), rel=0.05)
     assert drawn[int(20_000 * 0.841)] / 500 == pytest.approx(2.718281828**0.8, rel=0.05)
@@ -75,17 +74,10 @@ def test_lengths_hang_on_the_seed_alone_and_are_cut_to_seq_len() -> None:
 def test_padding_to_the_longest_to_multiples_and_to_the_whole_length(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [3, 9, 17, 16, 1, 1, 30, 8]
     monkeypatch.setattr(length_distribution, "drawn", lambda *_: itertools.cycle(given))
-    shapes = {
-        to: [
-            (one.samples, one.width, one.kept)
-            for step in length_distribution.batches(tried(data="lengths:lognormal(9,1)", padding_to=to), 4)
-            for one in step
-        ]
-        for to in ("longest", "8", "max")
-    }
-    assert shapes["longest"] == [(2, 9, 12), (2, 17, 33), (2, 1, 2), (2, 30, 38)]
-    assert shapes["8"] == [(2, 16, 12), (2, 24, 33), (2, 8, 2), (2, 32, 38)]
-    assert shapes["max"] == [(2, 32, 12), (2, 32, 33), (2, 32, 2), (2, 32, 38)]
+    for to, *widths in (("longest", 9, 17, 1, 30), ("8", 16, 24, 8, 32), ("max", 32, 32, 32, 32)):
+        steps = length_distribution.batches(tried(data="lengths:lognormal(9,1)", padding_to=to), 4)
+        shapes = [(one.samples, one.width, one.kept) for step in steps for one in step]
+        assert shapes == [(2, width, kept) for width, kept in zip(widths, (12, 33, 2, 38), strict=True)], to
     trial = tried(data="lengths:lognormal(9,1)", protocol={"warmup_steps": 1, "measured_steps": 2})
     seen = length_distribution.length_columns(trial)  # the last two of four steps
     assert seen == {

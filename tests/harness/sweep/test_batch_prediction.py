@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import ROOT, TARGETS, Run, gone, tiny, wait_for
+from conftest import ROOT, TARGETS, Run, gone, source, tiny, wait_for
 from launchers import Still, swept
 
 from vramsweep.harness.rows import journal
@@ -61,19 +61,11 @@ def both(run_sweep: Run, tmp_path: Path, *values: dict[str, Any]) -> list[Row]:
 def test_rows_are_those_of_attempts_of_their_own(run_sweep: Run, tmp_path: Path) -> None:
     without_effect = {"name": "gc", "conf": "garbage_collection_threshold:0.8"}
     rows = both(
-        run_sweep,
-        tmp_path,
-        simulated(seq_len=8),
-        simulated(allocator=EXPANDABLE),
-        simulated(),
-        simulated(allocator=without_effect),
-        simulated(seq_len=4096, micro_batch=512, gpu="t4-16gb"),
-        simulated(node_memory_gib=0.1),
-        simulated(seq_len=4097),
-        simulated(precision="bf16", seq_len=64),
-        target("asks_for_a_value"),
-        target("fine"),
-    )
+        run_sweep, tmp_path, simulated(seq_len=8), simulated(allocator=EXPANDABLE), simulated(),
+        simulated(allocator=without_effect), simulated(seq_len=4096, micro_batch=512, gpu="t4-16gb"),
+        simulated(node_memory_gib=0.1), simulated(seq_len=4097), simulated(precision="bf16", seq_len=64),
+        target("asks_for_a_value"), target("fine"),
+    )  # fmt: skip
     outcomes = [row["outcome"] for row in rows]
     assert outcomes == ["ok"] * 4 + ["oom", "host_oom", "invalid", "ok", "invalid", "ok"]
     assert [row["trace_basis"] for row in rows] == ["traced"] * 6 + [None, "traced", None, "traced"]
@@ -119,16 +111,9 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[subprocess
     """A sweep of two families, the second of which waits; the sweep, and its worker's process id."""
     pidfile = tmp_path / "pid"
     monkeypatch.setenv("PIDFILE", str(pidfile))
-    code = (
-        "import json, signal, sys; from pathlib import Path; from conftest import SETTINGS\n"
-        "from vramsweep.harness.sweep import plan, run_trials\n"
-        "signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
-        "items = plan.order_trials(plan.expand_trials(json.loads(sys.argv[1]), 1))\n"
-        "run_trials.run(items, plan.Settings(**(SETTINGS | {'isolation': 'warm'})), Path(sys.argv[2]))"
-    )
     lengths = (("fine", 64), ("fine", 8), ("waits_once", 48), ("waits_once", 40))
     values = json.dumps([target(name, seq_len=n) for name, n in lengths])
-    words = [sys.executable, "-c", code, values, str(tmp_path / "t")]
+    words = [sys.executable, "-c", source("sweep_of_two_families.txt"), values, str(tmp_path / "t")]
     parent = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"})
     for ready in (lambda: pidfile.exists() and pidfile.read_text(), lambda: len(journal.read(tmp_path / "t")[0]) == 2):
         wait_for(lambda ready=ready: ready() or parent.poll() is not None)  # type: ignore[misc]

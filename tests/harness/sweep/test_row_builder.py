@@ -40,9 +40,8 @@ def test_what_was_invalid_runs_again_where_a_version_has_changed_and_where_asked
     assert began({}, retry_failed=True) == (3, "")
     assert began({"vramsweep_version": "0.3.0"}) == (3, were.format("vramsweep 0.2.0", "0.3.0"))
     assert began({"git_commit": "def"}) == (3, were.format("vramsweep's commit abc", "def"))
-    assert began({"transformers_version": "5.17.0"}, any_system=True) == (
-        3, were.format("transformers 5.16.0", "5.17.0"),
-    )  # fmt: skip
+    newer = began({"transformers_version": "5.17.0"}, any_system=True)
+    assert newer == (3, were.format("transformers 5.16.0", "5.17.0"))
     count, said = began({"torch_version": "2.14.0"})
     assert count == 5 and were.format("torch 2.13.0", "2.14.0") in said and "2 trials were measured on another" in said
     assert began({}) == began({"git_commit": None}) == (0, "")  # what is not known is not compared

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Cli, cases, tiny
+from conftest import Cli, cases, parametrized, tiny
 
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.quality_flags import flags
@@ -123,17 +123,9 @@ def test_what_is_only_predicted_is_said_to_be() -> None:
     assert mixed.text == "3 rows predicted, not measured"
 
 
-@pytest.mark.parametrize(
-    ("status", "kind", "forbids"),
-    [
-        (done(12, state="stopped"), "unanswered", ("memory", "speed")),
-        (done(12, state="running"), "running", ("memory", "speed")),
-        (done(unreadable=1), "damaged", ()),  # every planned trial has an answer
-        (done(None, unreadable=1), "damaged", ("memory", "speed")),
-        (done(None), None, ()),
-    ],
-)
-def test_the_plan_and_the_journal(status: Status, kind: str | None, forbids: tuple[str, ...]) -> None:
+@parametrized("states_of_plans")
+def test_the_plan_and_the_journal(total: int | None, over: Any, kind: str | None, forbids: tuple[str, ...]) -> None:
+    status = done(total, **over)
     found = [one for one in publication_check.findings(sweep(), status) if one.kind != "intervals"]
     assert [(one.kind, one.forbids) for one in found] == [(kind, forbids)] * (kind is not None)
 

@@ -42,16 +42,10 @@ def answer(**over: Any) -> dict[str, Any]:
     made = {
         "phases": [moment(None, "load", parameters=400), moment(2, "forward", parameters=400, optimizer_state=800,
                    activations=2500), backward],
-        "peak": backward,
-        "peak_reserved": backward["reserved"],
-        "peak_reserved_most": None,
-        "host_refused": None,
+        "peak": backward, "peak_reserved": backward["reserved"], "peak_reserved_most": None, "host_refused": None,
         "most": parts(parameters=400, gradients=400, optimizer_state=800, activations=3000, temporaries=7),
         "largest": [{"held": held(125 * MIB, "model.layers.*.mlp", "aten.mm"), "count": 24}],
-        "rest": 0,
-        "rest_count": 0,
-        "refused": None,
-        "asked": None,
+        "rest": 0, "rest_count": 0, "refused": None, "asked": None,
     }  # fmt: skip
     return made | over
 

@@ -1,4 +1,4 @@
-"""`vramsweep predict`: its ranges, its mistakes, and what it shows; planning thousands of trials."""
+"""`vramsweep predict`: its ranges, mistakes and output; planning thousands of trials; the fixture `predicted`."""
 
 import itertools
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TARGETS, Cli, cases, parametrized, tiny
+from conftest import TARGETS, Cli, cases, parametrized, refusal, tiny
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_automatic_config_search_path
 from hydra.types import RunMode
@@ -15,13 +15,16 @@ from omegaconf import OmegaConf, open_dict
 from vramsweep.harness.config import compose, typed_words
 from vramsweep.harness.config.conf_files import CONF
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
+from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.spec import fit_text, trial_parser
 from vramsweep.harness.sweep import plan, row_builder
 from vramsweep.harness.verbs import predict, predict_answer
+from vramsweep.harness.verbs.pytest_plugin import Predicted, predicted
 
+__all__ = ["predicted"]
 pytestmark = pytest.mark.deterministic
 
 
@@ -323,3 +326,22 @@ def test_hydra_composes_a_combination_of_options_once(
     groups = ["model=tiny,gpt2", "allocator=default,gc,expandable", "precision=bf16,fp32"]
     compose.resolve(["-m", "device=simulated", "seq_len=range(1,65)", *groups, *more])
     assert len(counts) == loads
+
+
+WORDS = ("model=tiny", "seq_len=32,64", "device.gpu=rtx4090-24gb")
+
+
+@pytest.mark.slow
+def test_rows_are_predictions_a_limit_fails_the_test_and_mistakes_are_one_line(predicted: Predicted) -> None:
+    rows = predicted(*WORDS, max_reserved="1GiB")
+    assert {row["seq_len"]: row["outcome"] for row in rows} == {32: "ok", 64: "ok"}
+    assert {row["device"] for row in rows} == {"simulated"}
+    most = max(row["peak_reserved_bytes"] for row in rows)
+    with pytest.raises(pytest.fail.Exception, match=r"2 of 2 trials reserve more than [\d.]+ MiB; tiny"):
+        predicted(*WORDS, max_reserved=f"{(most >> 20) - 2}MiB")
+    assert "of 2 trials reserve" in refusal(pytest.fail.Exception, predicted, *WORDS, max_reserved=f"{most - 1}B")
+    assert len(predicted(*WORDS, max_reserved=f"{most}B")) == len(rows) == 2
+    with pytest.raises(UserError, match=r"'25165824' has no unit; .*25165824B"):
+        predicted(*WORDS, max_reserved="25165824")
+    assert "batch" in refusal(UserError, predicted, "model=tiny", "micro_batch=0")
+    assert "--largest makes none" in refusal(UserError, predicted, "--largest", "seq_len", "model=tiny")

@@ -118,17 +118,14 @@ def model_states(stage: int, world: int) -> tuple[int, int]:
 def test_deepspeed_stages_offload_and_two_ranks_real_and_predicted(run_sweep: Run) -> None:
     simulated = {"device": {"name": "simulated", "gpu": "a100-80gb"}, "precision": "bf16"}
     *rows, two, eight, offloaded = run_sweep(
-        deepspeed(0, precision="fp32"),
-        deepspeed(1, precision="bf16"),
-        deepspeed(3, precision="bf16"),
+        deepspeed(0, precision="fp32"), deepspeed(1, precision="bf16"), deepspeed(3, precision="bf16"),
         deepspeed(2, precision="bf16", runner={"offload_optimizer": True}),
         deepspeed(3, precision="bf16", runner={"offload_optimizer": True, "offload_param": True}),
         deepspeed(2, precision="bf16", runner={"world_size": 2}, grad_accum=2),
-        deepspeed(3, precision="bf16", runner={"world_size": 2}),
-        deepspeed(3, **simulated, runner={"world_size": 2}),
+        deepspeed(3, precision="bf16", runner={"world_size": 2}), deepspeed(3, **simulated, runner={"world_size": 2}),
         deepspeed(1, **simulated, runner={"world_size": 8}),
         deepspeed(2, **simulated, runner={"world_size": 8, "offload_optimizer": True}),
-    )
+    )  # fmt: skip
     assert [row["outcome"] for row in rows] == ["ok"] * 7, [row["reason"] for row in rows]
     for row, state in ((two, model_states(3, 2)), (eight, model_states(1, 8)), (offloaded, (2 * 119360, 0))):
         assert (row["peak_parameters_bytes"], row["peak_optimizer_state_bytes"]) == state, row["reason"]

@@ -37,12 +37,9 @@ def allocator(name: str, conf: str) -> dict[str, Any]:
 def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> None:
     small = tiny(device={"name": "simulated", "gpu": "t4-16gb"}, seq_len=4096, micro_batch=512)
     rows = run_sweep(
-        allocator("default", ""),
-        allocator("expandable", "expandable_segments:True"),
-        allocator("async", "backend:cudaMallocAsync"),
-        tiny(device={"name": "simulated", "gpu": "voodoo2"}),
-        small,
-    )
+        allocator("default", ""), allocator("expandable", "expandable_segments:True"),
+        allocator("async", "backend:cudaMallocAsync"), tiny(device={"name": "simulated", "gpu": "voodoo2"}), small,
+    )  # fmt: skip
     assert [row["outcome"] for row in rows] == ["ok", "ok", "ok", "invalid", "oom"]
     assert len(list((tmp_path / "t" / "trials" / "traces").glob("*.json"))) == 2
     for row in rows[:3]:
@@ -159,11 +156,9 @@ def test_a_setting_that_does_nothing_runs_with_a_note_and_a_collected_run_that_d
     small = {"device": {"name": "simulated", "gpu": "t4-16gb"}, "seq_len": 4096, "micro_batch": 512}
     collected = "garbage_collection_threshold:0.8,per_process_memory_fraction:0.99"
     plain, advised, full, full_plain = run_sweep(
-        allocator("max_split_128", "max_split_size_mb:128"),
-        allocator("forum", forum),
-        tiny(**small, allocator={"name": "gc", "conf": collected}),
-        tiny(**small),
-    )
+        allocator("max_split_128", "max_split_size_mb:128"), allocator("forum", forum),
+        tiny(**small, allocator={"name": "gc", "conf": collected}), tiny(**small),
+    )  # fmt: skip
     assert advised["outcome"] == "ok"
     assert advised["notes"] == [
         "garbage_collection_threshold has no effect without a memory limit: set per_process_memory_fraction below 1"
@@ -176,13 +171,10 @@ def test_a_setting_that_does_nothing_runs_with_a_note_and_a_collected_run_that_d
 @pytest.mark.slow
 def test_custom_targets_run_as_they_are_or_say_why_not(run_sweep: Run) -> None:
     rows = run_sweep(
-        target("asks_for_a_value"),
-        target("unknown_operator"),
-        target("selects_by_value"),
-        target("captures_a_graph"),
+        target("asks_for_a_value"), target("unknown_operator"), target("selects_by_value"), target("captures_a_graph"),
         *(target("documented", precision=precision) for precision in ("fp32", "bf16", "fp16")),
         target("loads_and_adapts"),
-    )
+    )  # fmt: skip
     assert [row["outcome"] for row in rows] == ["invalid"] * 4 + ["ok"] * 4
     assert ".item()" in rows[0]["reason"]
     assert "register_fake" in rows[1]["reason"] and "vramsweep_tests" in rows[1]["reason"]

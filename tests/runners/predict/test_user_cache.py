@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from conftest import ROOT, Run, tiny
+from conftest import ROOT, Run, merged, parametrized, tiny
 from traces import SIMULATED
 
 from vramsweep.harness.files.file_names import CACHE
@@ -95,19 +95,10 @@ def test_what_another_process_removes_meanwhile_stops_nobody(kept: Path, monkeyp
     assert [place(name).exists() for name in "abc"] == [False, True, True]
 
 
-@pytest.mark.parametrize(
-    "over",
-    [
-        {"runner": {"name": "custom", "target": f"{ROOT}/tests/targets/good.py:train"}},
-        {"model": tiny()["model"] | {"path": "somebody/model"}},
-        {"model": tiny()["model"] | {"path": "somebody/model", "trust_remote_code": True}},
-        {"ds_config": "ds.json"},
-        {"data": "lengths:mine.txt"},
-    ],
-)
+@parametrized("trials_of_files_of_the_user")
 def test_what_depends_on_the_users_own_files_is_not_kept(over: dict[str, Any], kept: Path) -> None:
     assert trace_cache.users_file("a", trial()) == user_cache.place_of("a")
-    assert trace_cache.users_file("a", Trial.model_validate(trial().model_dump(mode="json") | over)) is None
+    assert trace_cache.users_file("a", Trial.model_validate(merged(trial().model_dump(mode="json"), over))) is None
 
 
 def test_another_code_or_environment_is_another_file(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

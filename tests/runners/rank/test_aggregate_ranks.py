@@ -1,9 +1,18 @@
-"""The row of several ranks, from plain dictionaries."""
+"""The row of several ranks, the file that a worker leaves, and imports of libraries that are broken."""
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from vramsweep.harness.process.attempt import read_result
+from vramsweep.harness.process.worker_files import RESULT
 from vramsweep.harness.rows.schema import COLUMNS
+from vramsweep.runners.rank import result_file
 from vramsweep.runners.rank.aggregate_ranks import over_ranks
+from vramsweep.runners.rank.entry_modules import import_entries, import_entry
 
 
 def rank(**over: Any) -> dict[str, Any]:
@@ -97,3 +106,74 @@ def test_one_rank_s_retries_slow_them_all() -> None:
     ]
     found = over_ranks(ranks)
     assert (found["worst_rank"], found["alloc_retries"], found["plateau"]) == (0, 7, False)
+
+
+def left(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / RESULT).read_text())
+    assert [path.name for path in folder.iterdir()] == [RESULT]  # nothing aside stays
+    return found
+
+
+def test_an_error_does_not_take_a_published_measurement_away(tmp_path: Path) -> None:
+    """A rank that fails between rank 0's publication and the end of the barrier."""
+    result_file.values(tmp_path, {"peak_allocated_bytes": 7}, complete=False)
+    result_file.error(tmp_path, {"error": {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}})
+    assert left(tmp_path) == {"values": {"peak_allocated_bytes": 7}, "complete": False}
+
+
+def test_the_first_rank_to_fail_tells_why(tmp_path: Path) -> None:
+    cause = {"error": {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}}
+    result_file.error(tmp_path, cause)
+    result_file.error(tmp_path, {"error": {"type": "builtins.RuntimeError", "message": "Connection closed by peer"}})
+    assert left(tmp_path) == cause
+
+
+def test_the_first_last_word_stands(tmp_path: Path) -> None:
+    result_file.values(tmp_path, {"peak_allocated_bytes": 7}, complete=False)
+    result_file.note(tmp_path, "rank 1: out of memory while FLOPs are counted")
+    result_file.note(tmp_path, "rank 0: Connection closed by peer")
+    result_file.values(tmp_path, {"peak_allocated_bytes": 8}, complete=False)
+    values = left(tmp_path)["values"]
+    assert values == {"peak_allocated_bytes": 7, "notes": ["rank 1: out of memory while FLOPs are counted"]}
+
+
+def test_half_characters_do_not_reach_the_journal(tmp_path: Path) -> None:
+    result_file.error(tmp_path, {"error": {"type": "x", "message": "no file \ud800 here"}})
+    found, problem = read_result(tmp_path)
+    assert problem is None and found is not None
+    assert found["error"]["message"] == "no file ? here"
+
+
+def test_an_error_is_left_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    cause = {"error": {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}}
+    result_file.error(tmp_path, cause)
+    result_file.error(tmp_path, {"error": {"type": "x", "message": "for its sake"}})
+    assert left(tmp_path) == cause
+
+
+BROKEN = {
+    "broken_symbol": "raise ImportError('undefined symbol: _ZN3c10')",
+    "broken_library": "raise OSError('libcudart.so.12: cannot open shared object file')",
+    "broken_setup": "raise RuntimeError('CUDA Setup failed')",
+}
+
+
+def test_a_broken_library_is_left_to_the_trials_that_need_it_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "sound_one.py").write_text("value = 3")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(3):  # jobs of one process
+        import_entries([*BROKEN, "absent_one", "sound_one"])
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "not preloaded: broken_symbol: ImportError: undefined symbol: _ZN3c10"
+    assert len(said) == len(BROKEN) + 1
+    assert import_entry("sound_one").value == 3
+    with pytest.raises(OSError, match="libcudart"):
+        import_entry("broken_library")

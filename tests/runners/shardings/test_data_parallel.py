@@ -113,13 +113,10 @@ def test_real_ranks_hold_what_is_predicted() -> None:
 def test_a_target_wraps_its_own_model(run_sweep: Run) -> None:
     """Buckets double the gradients, on real ranks and in the prediction."""
     predicted, whole, flattened, gathered, real, flat, shards = run_sweep(
-        divided("ddp", device=SIMULATED),
-        divided("alone"),
-        divided("fsdp1", sharding="fsdp1", device=SIMULATED),
-        divided("fsdp2", sharding="fsdp2", device=SIMULATED),
-        divided("ddp"),
+        divided("ddp", device=SIMULATED), divided("alone"), divided("fsdp1", sharding="fsdp1", device=SIMULATED),
+        divided("fsdp2", sharding="fsdp2", device=SIMULATED), divided("ddp"),
         *(divided(kind, sharding=kind) for kind in ("fsdp1", "fsdp2")),
-    )
+    )  # fmt: skip
     assert [row["outcome"] for row in (real, predicted, shards, gathered)] == ["ok"] * 4, (real, predicted, shards)
     assert [row["outcome"] for row in (flat, flattened)] == ["ok"] * 2, (flat, flattened)
     assert real["parameters"] == predicted["parameters"] == shards["parameters"] == DIVIDED // 4

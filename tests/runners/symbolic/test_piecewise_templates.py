@@ -47,17 +47,11 @@ def made(sizes: Sequence[int], kind: str = "", micro_batch: int = 1) -> Traced:
     numbers = range(1, len(sizes) + 1)
     host = HostStorages([sizes[-1]], ["other"], [1], [Mark(1, None, "load")], pinned=[True])
     trace = Trace(
-        list(sizes),
-        ["activations"] * len(sizes),
-        [*numbers, *(-n for n in numbers)],
-        [Mark(len(sizes), None, "load")],
-        streams=[0] * len(sizes),
-        origins=[0] * len(sizes),
-        makers=[Maker("", "op", "")],
+        list(sizes), ["activations"] * len(sizes), [*numbers, *(-n for n in numbers)], [Mark(len(sizes), None, "load")],
+        streams=[0] * len(sizes), origins=[0] * len(sizes), makers=[Maker("", "op", "")],
         kernels=[(Work(kind, 0, 3 * size, 1), 1) for size in sizes],
-        collectives=[(Collective("all_reduce", sizes[0]), 2)],
-        host=host,
-    )
+        collectives=[(Collective("all_reduce", sizes[0]), 2)], host=host,
+    )  # fmt: skip
     return Traced(trace, {"parameters": 100, "runner_config": {"per_device": micro_batch, "nested": {"on": True}}})
 
 

@@ -1,5 +1,6 @@
 """Symbolic traces are those that are traced directly, where their guards hold, or there is none."""
 
+import builtins
 import json
 import multiprocessing
 from collections.abc import Callable
@@ -140,25 +141,14 @@ def test_points_without_guards_values_and_padding_are_refused(tmp_path: Path) ->
     assert isinstance(symbolic(tmp_path, Point(77, 2), padding=0.25), Refused)
 
 
-@pytest.mark.parametrize(
-    ("error", "passes"),
-    [
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: 8 bytes"), True),
-        (RuntimeError("can't start new thread"), True),
-        (MemoryError(), True),
-        (OSError(28, "No space left on device"), True),
-        (RuntimeError("std::bad_alloc"), True),
-        (ValueError("shapes do not go together"), False),
-    ],
-    ids=str,
-)
+@parametrized("errors_of_the_machine")
 def test_what_only_the_machine_of_now_lacks_is_raised_and_so_not_kept(
-    error: Exception, passes: bool, tmp_path: Path
+    kind: str, given: tuple[Any, ...], passes: bool, tmp_path: Path
 ) -> None:
     class Fails:
         def run(self, *_: Any) -> None:
             try:
-                raise error
+                raise getattr(builtins, kind)(*given)
             except Exception as cause:
                 raise RuntimeError("the step failed") from cause
 

@@ -318,14 +318,10 @@ def test_gptq_s_tensors() -> None:
     as its own code made them on a CPU."""
     layer = gptq.QuantLinear(11008, 4096, True, torch.device("meta"))
     assert {name: (tuple(b.shape), b.dtype) for name, b in layer.named_buffers()} == {
-        "qweight": ((1376, 4096), torch.int32),
-        "qzeros": ((86, 512), torch.int32),
-        "scales": ((86, 4096), torch.float16),
-        "g_idx": ((11008,), torch.int32),
-        "bias": ((4096,), torch.float16),
-        "wf_unsqueeze_zero": ((1, 1, 8), torch.int32),
-        "wf_unsqueeze_neg_one": ((1, 8, 1), torch.int32),
-    }
+        "qweight": ((1376, 4096), torch.int32), "qzeros": ((86, 512), torch.int32),
+        "scales": ((86, 4096), torch.float16), "g_idx": ((11008,), torch.int32), "bias": ((4096,), torch.float16),
+        "wf_unsqueeze_zero": ((1, 1, 8), torch.int32), "wf_unsqueeze_neg_one": ((1, 8, 1), torch.int32),
+    }  # fmt: skip
     assert not list(layer.parameters())
 
 

@@ -62,12 +62,10 @@ def test_deepspeed_s_cpu_adam_really_steps_and_takes_none_of_the_card(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "compiled"))
     offloaded = {"offload_optimizer": True, "optimizer": "deepspeed_cpu_adam"}
     two, three, theirs, real = run_sweep(
-        tiny(device=A100, **deepspeed("zero2", **offloaded)),
-        tiny(device=A100, **deepspeed("zero3", **offloaded)),
+        tiny(device=A100, **deepspeed("zero2", **offloaded)), tiny(device=A100, **deepspeed("zero3", **offloaded)),
         tiny(device=A100, **deepspeed("zero2", **offloaded | {"optimizer": "adamw_torch"})),
-        tiny(**deepspeed("zero2", **offloaded)),
-        timeout_s=800,
-    )
+        tiny(**deepspeed("zero2", **offloaded)), timeout_s=800,
+    )  # fmt: skip
     assert [row["outcome"] for row in (two, three, theirs, real)] == ["ok"] * 4, real["reason"]
     assert two["peak_optimizer_state_bytes"] == three["peak_optimizer_state_bytes"] == 0
     assert two["peak_allocated_bytes"] == theirs["peak_allocated_bytes"]

@@ -33,11 +33,9 @@ ASKING = {
     "liger_kernel.ops.fused_linear_cross_entropy": ("_can_use_mm_out", "fused_linear_cross_entropy_forward"),
 }
 ON_CUDA = {
-    'device.type == "cuda"': 'device.type == "cpu"',
-    'device.type != "cuda"': 'device.type != "cpu"',
-    "is_autocast_enabled()": 'is_autocast_enabled("cpu")',
-    'get_autocast_dtype("cuda")': 'get_autocast_dtype("cpu")',
-}
+    'device.type == "cuda"': 'device.type == "cpu"', 'device.type != "cuda"': 'device.type != "cpu"',
+    "is_autocast_enabled()": 'is_autocast_enabled("cpu")', 'get_autocast_dtype("cuda")': 'get_autocast_dtype("cpu")',
+}  # fmt: skip
 
 
 def traced(folder: Path, gpu: str = "a100-80gb", **over: Any) -> tuple[Trace, Prediction]:
