@@ -26,6 +26,7 @@ from vramsweep.harness.messages.units import format_size
 # From the bottom up, the familiar ones first. Okabe and Ito's colours; olive and grey for what no code of a user asks.
 PARTS = LOOKS["parts"]
 OF_PEAK = {part: f"peak_{part}_bytes" for part in PARTS}
+LATER = "peak_recomputed_activations_bytes"  # null in rows of earlier versions, whose other parts sum to the peak
 BEYOND = "reserved, unused"
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 AXES = {"seq_len": LENGTH, "micro_batch": "micro-batch (samples)"}
@@ -52,17 +53,19 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
 
 def _rows(group: Group, axis: str) -> pd.DataFrame:
     """Return the rows that finished and have components, one for each value of the axis, in order."""
-    need = [*OF_PEAK.values(), *PEAKS, axis]
-    also = [f"{phase}_peak_allocated_bytes" for phase in ("load", "forward", "backward", "optimizer")]
+    need = [*(column for column in OF_PEAK.values() if column != LATER), *PEAKS, axis]
+    also = [LATER, *(name for name in AXES if name != axis)]
+    also += [f"{phase}_peak_allocated_bytes" for phase in ("load", "forward", "backward", "optimizer")]
     if any(column not in group.source for column in need):
         return pd.DataFrame({axis: []})
-    also += [name for name in AXES if name != axis]
     return group.ok(*need, also=also).drop_duplicates(axis).sort_values(axis)
 
 
 def sizes(rows: pd.DataFrame) -> dict[str, np.ndarray]:
-    """Return what is stacked, from the bottom: each part in bytes, shape (rows,), then what is reserved but unused."""
-    found = {part: rows[column].to_numpy(float) for part, column in OF_PEAK.items()}
+    """Return what is stacked, from the bottom: each part in bytes, shape (rows,), then what is reserved but unused. A
+    part is nan where it is unknown, and left out if it is unknown of all rows."""
+    known = {part: rows[column] for part, column in OF_PEAK.items() if rows[column].notna().any()}
+    found = {part: column.to_numpy(float, na_value=np.nan) for part, column in known.items()}
     return found | {BEYOND: rows[PEAKS[1]].to_numpy(float) - rows[PEAKS[0]].to_numpy(float)}
 
 
@@ -123,7 +126,7 @@ def _stack(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top:
     x = list(map(_place, rows[axis]))
     for part, size in sizes(rows).items():
         if size.any():
-            _add_part(plot, part, float(size.max()) > top / THIN, x=x, y=size / unit, hovertemplate="%{y:,.4~f}",
+            _add_part(plot, part, float(np.nanmax(size)) > top / THIN, x=x, y=size / unit, hovertemplate="%{y:,.4~f}",
                       **look.trace)  # fmt: skip
 
 
@@ -226,7 +229,7 @@ def _lying(
     caption: str,
 ) -> Figure:  # fmt: skip
     """Draw horizontal stacked bars, one for each row, with up to three GPUs' limits; the rows' own GPU comes first."""
-    total = np.sum(list(stack.values()), axis=0)
+    total = np.nansum(list(stack.values()), axis=0)
     own = card_limit(known[0], float(total.max()))
     top = max(float(total.max()), own.size if own is not None else 0.0)
     unit, unit_name = plots.axis_unit(top)
@@ -241,7 +244,7 @@ def _lying(
             continue
         for number, group in enumerate(known):
             _add_part(
-                plot, part, number == 0 and float(size.max()) > top / THIN, x=[size[number] / unit], y=[y[number]],
+                plot, part, number == 0 and float(np.nanmax(size)) > top / THIN, x=[size[number] / unit], y=[y[number]],
                 orientation="h", hovertemplate="%{x:,.4~f} " + unit_name + "<extra>" + called(part) + "</extra>",
                 **view.look(group).trace,
             )  # fmt: skip
@@ -266,8 +269,10 @@ def _lying(
 def _most(row: pd.Series[Any], axis: str | None) -> str:
     """Say what dominates the peak: its two largest parts."""
     allocated = float(row[PEAKS[0]])
-    parts = sorted(OF_PEAK, key=lambda part: -float(row[OF_PEAK[part]]))[:2]
-    shares = [f"{called(part)} ({float(row[OF_PEAK[part]]) / allocated:.0%})" for part in parts]
+    known = {part: float(row[column]) for part, column in OF_PEAK.items() if pd.notna(row[column])}
+    shares = [
+        f"{called(part)} ({known[part] / allocated:.0%})" for part in sorted(known, key=known.get, reverse=True)[:2]
+    ]
     where = label({axis: int(row[axis])}) if axis else f"{int(row['seq_len']):,} tokens"
     return f"At {where}, {format_size(allocated)} are allocated; the largest components are {' and '.join(shares)}."
 

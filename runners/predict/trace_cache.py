@@ -31,7 +31,7 @@ from vramsweep.runners.trace.symbolic_trace import Point, compiled, following, p
 from vramsweep.runners.trace.trace_data import AS_WRITTEN, CATEGORIES, HOST_CATEGORIES, Storages, Trace, generation, on
 
 # Version of a kept trace's layout: raise it when that changes, and trial_identity.SIMULATION when predictions change.
-FORMAT = 15
+FORMAT = 16
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
 MOST = 1 << 63  # bound of any number in a trace
 KEPT_ON = (8, 0)  # compute capability whose workspaces a kept trace has, whichever GPU it was made for

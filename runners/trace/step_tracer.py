@@ -32,7 +32,7 @@ from vramsweep.runners.trace.operator_cost import C10D, Lists, collective, find_
 from vramsweep.runners.trace.sdpa_kernels import Freed
 from vramsweep.runners.trace.storage_log import MemoryLog, of_host
 from vramsweep.runners.trace.storage_origins import Origins
-from vramsweep.runners.trace.trace_data import Maker, Mark, Storages, Trace
+from vramsweep.runners.trace.trace_data import AGAIN, Maker, Mark, Storages, Trace
 
 Place = Literal["card", "host"]
 # Modules that read norms and the loss scale. No memory depends on these values, so such a read returns 0.
@@ -98,8 +98,9 @@ class Tracer(TorchDispatchMode):
             gc.unfreeze()
             if collects:
                 gc.enable()
-            self.trace.categories = self._card.close()
-            self.trace.makers = list(self._makers)
+            self.trace.makers = makers = list(self._makers)
+            again = {n for n, origin in enumerate(self.trace.origins) if makers[origin].operator.endswith(AGAIN)}
+            self.trace.categories = self._card.close(again)
             self.trace.host.categories = of_host(self.trace.host, self._host.close())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

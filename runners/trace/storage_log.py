@@ -5,7 +5,7 @@ step_tracer.py writes it; replay_trace.py decides where an allocator puts the st
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any, cast
 
 import sympy
@@ -14,7 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramsweep.runners.trace.cuda_allocations import Stepwise
 from vramsweep.runners.trace.sdpa_kernels import Freed
-from vramsweep.runners.trace.trace_data import CATEGORIES, HOST_CATEGORIES, WORKSPACES, HostStorages, Mark, Storages
+from vramsweep.runners.trace.trace_data import (
+    CATEGORIES,
+    HOST_CATEGORIES,
+    RECOMPUTED,
+    WORKSPACES,
+    HostStorages,
+    Mark,
+    Storages,
+)
 
 
 class MemoryLog:
@@ -91,10 +99,11 @@ class MemoryLog:
             return None
         return self.numbers.get(tensor.untyped_storage()._cdata)
 
-    def close(self) -> list[str]:
+    def close(self, again: Set[int] = frozenset()) -> list[str]:
         """Record no more frees, and return each storage's category.
 
-        An activation is made in a forward phase and outlives it."""
+        An activation is made in a forward phase and outlives it. Of the storages made while a backward pass recomputes,
+        which are `again`, a recomputed activation is alive when the next other storage is made."""
         self._closed = True
         categories = ["temporaries"] * len(self.kept.sizes)
         made: dict[int, Mark] = {}
@@ -109,7 +118,15 @@ class MemoryLog:
                 if origin is mark and mark.phase == "forward":
                     categories[number] = "activations"
             start = mark.end
-        for name in ("communication", "buffers", "optimizer_state", "gradients", "parameters", WORKSPACES):
+        recent: set[int] = set()
+        for event in self.kept.events if again else ():
+            if event - 1 in again:
+                recent.add(event - 1)
+            elif event > 0:
+                self.known[RECOMPUTED] |= recent
+                recent.clear()
+            recent.discard(-event - 1)
+        for name in (RECOMPUTED, "communication", "buffers", "optimizer_state", "gradients", "parameters", WORKSPACES):
             for number in self.known[name]:
                 categories[number] = name
         return categories

@@ -25,8 +25,10 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import checkpoint
 
-from vramsweep.runners.trace.trace_data import Maker
+from vramsweep.runners.measure.patches import patched
+from vramsweep.runners.trace.trace_data import AGAIN, Maker
 
 # Classes, by the package of their code, whose only child is the module that they stand for.
 WRAPPERS = {
@@ -48,7 +50,7 @@ class Origins:
     def __init__(self) -> None:
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._owners: dict[int, ref[torch.nn.Module]] = {}  # by the parameter's id
-        self._stack: list[tuple[int, str, int]] = []  # the module's id, its path, the backward pass that it runs in
+        self._stack: list[tuple[int, str, int]] = []  # a module's id, its path, the backward pass that it runs in
         self._numbers: list[int] = [0]  # from this sequence number on,
         self._makers: list[str] = [""]  # nodes are this module's
         self._ends: list[int] = [torch._C._autograd._get_sequence_nr()]  # before this sequence number,
@@ -57,8 +59,14 @@ class Origins:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Watch modules and optimizers inside the context."""
+        """Watch modules, checkpointed functions and optimizers inside the context."""
+        hook, function = checkpoint._recomputation_hook, checkpoint.CheckpointFunction
+        patches = [
+            (checkpoint, "_recomputation_hook", lambda *args: self._recomputing(hook(*args))),
+            (function, "backward", staticmethod(self._recomputing(contextlib.nullcontext())(function.backward))),
+        ]
         with (
+            patched(patches),
             register_module_forward_pre_hook(lambda module, args: self._entered(module)),
             register_module_forward_hook(lambda module, args, result: self._left(module), always_call=True),
             register_optimizer_step_pre_hook(lambda *args: self._stepping(1)),
@@ -70,7 +78,7 @@ class Origins:
         """Return the maker of a storage that this operator requests now."""
         task = torch._C._current_graph_task_id()
         if self._stack and self._stack[-1][2] == task:
-            return Maker(self._stack[-1][1], operator if task == -1 else f"{operator} (recomputed)", find_line())
+            return Maker(self._stack[-1][1], operator if task == -1 else operator + AGAIN, find_line())
         if task != -1:
             node = torch._C._current_autograd_node()
             return Maker(self._of_node(node), f"{operator} (backward)", self._line_of_node(node))
@@ -121,13 +129,26 @@ class Origins:
             else:
                 self._paths.update(paths := _named(module))
                 self._owners |= {id(p): ref(owner) for owner in paths for p in owner.parameters(recurse=False)}
-        self._stack.append((id(module), self._paths[module], torch._C._current_graph_task_id()))
+        self._push(module, self._paths[module])
+
+    def _push(self, what: object, path: str) -> None:
+        self._stack.append((id(what), path, torch._C._current_graph_task_id()))
         self._noted()
 
-    def _left(self, module: torch.nn.Module) -> None:
-        while self._stack and self._stack.pop()[0] != id(module):
+    def _left(self, what: object) -> None:
+        while self._stack and self._stack.pop()[0] != id(what):
             pass  # an exception ended it before its hooks could run
         self._noted()
+
+    @contextlib.contextmanager
+    def _recomputing(self, inner: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+        """Take what runs inside for what a backward pass recomputes, as a function may call no module."""
+        self._push(what := object(), self._of_node(torch._C._current_autograd_node()))
+        try:
+            with inner:
+                yield
+        finally:
+            self._left(what)
 
     def _noted(self) -> None:
         number, path = torch._C._autograd._get_sequence_nr(), self._stack[-1][1] if self._stack else ""
