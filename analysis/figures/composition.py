@@ -125,7 +125,7 @@ def _stack(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top:
     """Draw the stacked bars of one configuration."""
     x = list(map(_place, rows[axis]))
     for part, size in sizes(rows).items():
-        if size.any():
+        if np.nan_to_num(size).any():
             _add_part(plot, part, float(np.nanmax(size)) > top / THIN, x=x, y=size / unit, hovertemplate="%{y:,.4~f}",
                       **look.trace)  # fmt: skip
 
@@ -240,7 +240,7 @@ def _lying(
          for one, where in zip(told, place, strict=True)]  # fmt: skip
     plot: Any = new_plot(f"{axis} ({unit_name})", "")
     for part, size in stack.items():
-        if not size.any():
+        if not np.nan_to_num(size).any():
             continue
         for number, group in enumerate(known):
             _add_part(

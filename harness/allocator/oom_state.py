@@ -28,6 +28,8 @@ OPTIMIZER, STATES, PARAMETERS, BACKWARD, FORWARD, UNKNOWN = (
 _PATTERNS: dict[str, str] = {kind: "|".join(several) for kind, several in PATTERNS["phases"].items()}
 _RULES = ((OPTIMIZER, AFTER_BACKWARD), *((kind, re.compile(text)) for kind, text in _PATTERNS.items()))
 _NAMES = ((OPTIMIZER, "optimizer.step"), (BACKWARD, "backward"), (FORWARD, "forward"))  # in annotations
+RECOMPUTED = "recomputed activations"
+_RECOMPUTES = re.compile(r"/torch/utils/checkpoint\.py:(unpack_hook|backward)$")
 NO_LINE = "no line of Python is recorded"
 
 
@@ -157,10 +159,10 @@ def try_settings(
 
 def categorize(frames: Any, annotation: str | None = None) -> str:
     """Return the category of a block by the stack of its request, else by the annotation around it."""
-    for path, _, name in read_frames(frames):
-        frame = f"{path}:{name}".replace("\\", "/")
+    stack = [f"{path}:{name}".replace("\\", "/") for path, _, name in read_frames(frames)]
+    for frame in stack:
         if (found := next((kind for kind, rule in _RULES if rule.search(frame)), None)) is not None:
-            return found
+            return RECOMPUTED if found == FORWARD and any(map(_RECOMPUTES.search, stack)) else found
     named = (annotation or "").lower()
     return next((kind for kind, word in _NAMES if word in named), UNKNOWN)
 

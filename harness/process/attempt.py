@@ -44,7 +44,7 @@ from vramsweep.harness.process import fork_server, host_memory_guard, orphans, w
 from vramsweep.harness.process.fork_server import ForkServer, ForkServerError, ForkServerPool, Timeouts, WarmWorker
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.process.waiting import Logs, Look, last_words, readable
-from vramsweep.harness.process.worker_files import ANSWER, ENDED, LOGS, PROGRESS, RESULT, SPEC, STEPS
+from vramsweep.harness.process.worker_files import ANSWER, ENDED, LOGS, PROGRESS, RESULT, SPEC, STEPS, TRACES
 from vramsweep.harness.rows import schema
 from vramsweep.harness.rows.outcome import REASON_LENGTH, Evidence, HostMemory, classify
 
@@ -421,12 +421,22 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """Return the last activity that a prediction's worker reported: its `text`, and whole numbers such as `done`."""
+    """Return the last activity that a prediction's worker reported: its `text`, and whole numbers such as `done`.
+
+    While it waits for processes that trace, the text ends with what one of them reported last.
+    """
+    found = _last_report(folder / PROGRESS) or {"text": "importing torch"}
+    if found["text"].startswith("tracing: ") and (one := _last_report(folder / TRACES)) is not None:
+        found["text"] += f"; {one['text']}"
+    return found
+
+
+def _last_report(file: Path) -> dict[str, Any] | None:
     with contextlib.suppress(OSError):
-        for one in reversed(list(plain_json.read_objects(read_tail(folder / PROGRESS, PROGRESS_LIMIT)))):
+        for one in reversed(list(plain_json.read_objects(read_tail(file, PROGRESS_LIMIT)))):
             if isinstance(one.get("text"), str):
                 return {name: value for name, value in one.items() if name == "text" or type(value) is int}
-    return {"text": "importing torch"}
+    return None
 
 
 def ended_rank(records: Iterable[Mapping[str, Any]]) -> int | None:

@@ -218,9 +218,9 @@ class Region(Progress):
             f"{self.done}/{self.total}", " · ".join(f"{n} {kind}" for kind, n in counts.items()), f"ETA {self.left()}",
         )  # fmt: skip
         parts: list[RenderableType] = [head, *(Text(said, style="red") for said in self.cards)]
-        if doing := self._doing.get(None):
-            parts.append(doing)
         running, now = list(self._running.items()), time.monotonic()
+        if doing := self._doing.get(None):
+            parts.append(f"{doing} ({duration(now - self._began)})")
         parts += [
             Text("▸ " + " · ".join(filter(None, [label, self._doing.get(key), duration(now - since)])), style="bold")
             for key, (label, since) in running[:RUNNING]

@@ -6,7 +6,6 @@ In: a trial and a GPU. Out: the trace, and the row's columns about what was buil
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -51,12 +50,21 @@ class TraceMeter:
 
     def __init__(self, trial: Trial, tracer: Tracer, folder: Path) -> None:
         self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
-        self._say = partial(result_file.progress, folder)
+        self._folder, tracer.hear = folder, self._count
         self._say(f"building {trial.model.name}" if trial.runner.command is None else "running the script's first part")
         self.details: Columns = {}
         self._describe: Callable[[], Columns] = dict
         alike, sends = _has_alike_passes(trial), trial.sharding != "none"
         self._passes = RepeatedPasses(tracer, trial.grad_accum, sends) if alike else None
+
+    def _say(self, text: str) -> None:
+        self._text, self._before = text, len(self.tracer.operators)
+        result_file.progress(self._folder, text)
+
+    def _count(self) -> None:
+        """Report how many operators ran since the text was said, because a step may take minutes."""
+        count = len(self.tracer.operators) - self._before
+        result_file.progress(self._folder, f"{self._text}: {count:,} operators")
 
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
         """Keep `describe` for the end of the last step, and end the phase of loading in the trace."""

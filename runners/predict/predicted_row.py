@@ -23,7 +23,7 @@ from vramsweep.runners.measure.steady_memory import PHASES_UNKNOWN, reached_plat
 from vramsweep.runners.predict.memory_timeline import Held, describe_storage
 from vramsweep.runners.predict.replay_trace import HostPrediction, Peaks, Prediction, Refused, host_replay, replay
 from vramsweep.runners.trace.allocation_program import growth
-from vramsweep.runners.trace.trace_data import RECOMPUTED, Mark, Trace
+from vramsweep.runners.trace.trace_data import Mark, Trace
 
 PASSES = ("forward", "backward", "step")  # phases whose memory depends on the tokens
 TRACED = "traced"  # basis of a trace made for the trial's own length and batch, not evaluated from formulas
@@ -293,7 +293,7 @@ def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
     `LEFT_UNUSED` is subtracted to make the answer fit.
     """
     still = max((most["allocated"] for mark, most in without_limit.phases if mark.phase not in PASSES), default=0)
-    moving = without_limit.breakdown["activations"] + without_limit.breakdown[RECOMPUTED]
+    moving = without_limit.breakdown["activations"] + without_limit.breakdown["recomputed_activations"]
     moving += without_limit.breakdown["temporaries"] if still < without_limit.peak["allocated"] else 0
     fixed = max(still, without_limit.peak["allocated"] - moving)
     tokens = trial.seq_len * trial.micro_batch

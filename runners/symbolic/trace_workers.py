@@ -20,7 +20,7 @@ from typing import Any, cast
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.machine import host_memory
 from vramsweep.harness.process.waiting import readable
-from vramsweep.harness.process.worker_files import RESULT
+from vramsweep.harness.process.worker_files import PROGRESS, RESULT, TRACES
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import trace_cache, user_cache
@@ -113,7 +113,7 @@ class Tracer:
         return self.folder.parents[2] / "traces"
 
     def _trace(self, trial: Trial, place: Path) -> None:
-        place.mkdir()
+        _make_folder(place)
         try:
             trace_cache.load_or_trace(trial, trial.device.card, place, self._traces())
         except InvalidTrial as error:
@@ -167,10 +167,17 @@ def import_makers(trial: Trial) -> None:
 def _trace_symbols(trial: Trial, place: Path) -> None:
     from vramsweep.runners.symbolic import symbolic_shapes
 
-    place.mkdir()
+    _make_folder(place)
     runner = import_entry(runner_table.module(trial))
     found = symbolic_shapes.trace(trial, trial.device.card, place, runner)
     (place / SYMBOLIC).write_bytes(trace_cache.serialize(plain(found)))
+
+
+def _make_folder(place: Path) -> None:
+    """Make the folder of a forked process, which reports its progress into a file for all of them."""
+    place.mkdir()
+    with contextlib.suppress(OSError):  # a file system without links
+        (place / PROGRESS).symlink_to(Path("..", TRACES))
 
 
 def _symbolic_name(trial: Trial) -> str:

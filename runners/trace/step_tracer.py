@@ -35,6 +35,7 @@ from vramsweep.runners.trace.storage_origins import Origins
 from vramsweep.runners.trace.trace_data import AGAIN, Maker, Mark, Storages, Trace
 
 Place = Literal["card", "host"]
+SOME = 500  # operators, which take less than a second
 # Modules that read norms and the loss scale. No memory depends on these values, so such a read returns 0.
 FRAMEWORKS = ("deepspeed.", "accelerate.", "torch.optim._adafactor.")
 
@@ -59,6 +60,7 @@ class Tracer(TorchDispatchMode):
         self._handles: set[tuple[bool, bool]] = set()
         self._operator: Any = None
         self.operators: list[Any] = []  # that ran, in order
+        self.hear: Callable[[], None] = lambda: None  # called after every `SOME` of them
         self._origins = Origins()
         self._makers: dict[Maker, int] = {}
         self.host_makers: list[Maker] = []
@@ -156,6 +158,8 @@ class Tracer(TorchDispatchMode):
     def _note_operator(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
         """Record what an operator has just allocated, computed on the GPU and sent to other ranks."""
         self.operators.append(func)
+        if len(self.operators) % SOME == 0:
+            self.hear()
         on_host = cuda_allocations.ON_HOST.get(func, ())
         made = [tensor for n, tensor in enumerate(_tensors((out,))) if n not in on_host]
         each = isinstance(out, (list, tuple)) and len(tensors) >= len(made) and func.__name__.startswith("_foreach")

@@ -14,15 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from vramsweep.runners.trace.cuda_allocations import Stepwise
 from vramsweep.runners.trace.sdpa_kernels import Freed
-from vramsweep.runners.trace.trace_data import (
-    CATEGORIES,
-    HOST_CATEGORIES,
-    RECOMPUTED,
-    WORKSPACES,
-    HostStorages,
-    Mark,
-    Storages,
-)
+from vramsweep.runners.trace.trace_data import CATEGORIES, HOST_CATEGORIES, WORKSPACES, HostStorages, Mark, Storages
 
 
 class MemoryLog:
@@ -123,10 +115,11 @@ class MemoryLog:
             if event - 1 in again:
                 recent.add(event - 1)
             elif event > 0:
-                self.known[RECOMPUTED] |= recent
+                for number in recent:
+                    categories[number] = "recomputed_activations"
                 recent.clear()
             recent.discard(-event - 1)
-        for name in (RECOMPUTED, "communication", "buffers", "optimizer_state", "gradients", "parameters", WORKSPACES):
+        for name in ("communication", "buffers", "optimizer_state", "gradients", "parameters", WORKSPACES):
             for number in self.known[name]:
                 categories[number] = name
         return categories

@@ -23,8 +23,7 @@ LT_WORKSPACE = 1024 * KIB
 CUDNN_FIRST = not installed_is(FLASH_FIRST)  # in wheels for CUDA 13 and 12.9; others have an older cuDNN
 Phase = Literal["load", "forward", "backward", "optimizer"]
 STATE = ("parameters", "buffers", "gradients", "optimizer_state")
-RECOMPUTED = "recomputed_activations"  # what a backward pass computes again for itself, and keeps after that
-CATEGORIES = (*STATE, "activations", RECOMPUTED, "communication", "temporaries", WORKSPACES)
+CATEGORIES = (*STATE, "activations", "recomputed_activations", "communication", "temporaries", WORKSPACES)
 AGAIN = " (recomputed)"  # ends the operator's name in a maker
 HOST_CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "loading", "other")
 Number = Annotated[int, Field(ge=0, lt=1 << 63)]  # limits for what is read from a file (trace_cache.py)

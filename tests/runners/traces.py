@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -97,6 +98,15 @@ def left_by_forward(trace: Trace) -> int:
     number = max(n for n, mark in enumerate(trace.marks) if mark.phase == "forward")
     left = alive(trace.events[trace.marks[number - 1].end : trace.marks[number].end])
     return sum(trace.sizes[n] for n in left)
+
+
+def most_held(trace: Trace) -> Counter[str]:
+    """The most bytes of each category at any moment."""
+    held, most = Counter[str](), Counter[str]()
+    for event in filter(None, trace.events):
+        held[trace.categories[abs(event) - 1]] += trace.sizes[abs(event) - 1] * (1 if event > 0 else -1)
+        most |= held
+    return most
 
 
 def signed(trace: Trace, first: int = 0, last: int | None = None) -> list[int]:

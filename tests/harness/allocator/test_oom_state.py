@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, Cli
 
 from vramsweep.harness.allocator import oom_state
+from vramsweep.harness.verbs.why import CHANGES
 
 pytestmark = pytest.mark.deterministic
 
@@ -117,6 +118,9 @@ def test_blocks_made_by_hand_have_their_categories() -> None:
     assert (state.allocated, state.reserved) == (30 * MIB, 100 * MIB)
     assert (state.largest_free, state.needed, state.own_limit) == (18 * MIB, 120 * MIB, False)
     assert state.modules["model.py"] == 4 * MIB and state.category == "activations"
+    for name in ("unpack_hook", "backward"):  # of checkpointing that is not reentrant, and that is
+        again = stack(*MADE["activations"], f"{TORCH}/utils/checkpoint.py:{name}")
+        assert oom_state.categorize(again) == "recomputed activations" in CHANGES
 
 
 def test_without_an_error_it_is_the_peak_and_without_a_history_the_end(tmp_path: Path, cli: Cli) -> None:

@@ -150,7 +150,7 @@ def test_what_runs_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> No
     for one in (lines, region):
         one.works(None, {"text": "tracing: 1 of 3 done", "done": 0, "total": 1})
     assert lines.drawn() == "[0/5] tracing: 1 of 3 done · ETA unknown (0:00)"
-    assert "tracing: 1 of 3 done" in text(region, 100)
+    assert "tracing: 1 of 3 done (0:00)" in text(region, 100)
     for one in (lines, region):
         one.works(None, {"text": ""})
         one.starts(items[0])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TARGETS, tiny
-from traces import SIMULATED, alive, traced_once
+from traces import SIMULATED, alive, most_held, traced_once
 
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
 from vramsweep.harness.hardware.gpu_lookup import memory_limit
@@ -56,12 +56,7 @@ def test_every_phase_is_the_row_s_and_its_parts_sum(conf: str) -> None:
 @pytest.mark.slow
 def test_each_part_s_own_most_is_the_storages_and_the_model_s() -> None:
     trace = traced_once()
-    held, most = Counter[str](), Counter[str]()
-    for event in trace.events:
-        if event:
-            held[trace.categories[abs(event) - 1]] += trace.sizes[abs(event) - 1] * (1 if event > 0 else -1)
-            most |= held
-    found = of(trace)
+    found, most = of(trace), most_held(trace)
     assert {name: found.most[name] for name in CATEGORIES} == {name: most[name] for name in CATEGORIES}
     assert (
         0 < found.most[ROUNDING] < 512 * max(itertools.accumulate((event > 0) - (event < 0) for event in trace.events))
