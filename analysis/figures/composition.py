@@ -270,9 +270,8 @@ def _most(row: pd.Series[Any], axis: str | None) -> str:
     """Say what dominates the peak: its two largest parts."""
     allocated = float(row[PEAKS[0]])
     known = {part: float(row[column]) for part, column in OF_PEAK.items() if pd.notna(row[column])}
-    shares = [
-        f"{called(part)} ({known[part] / allocated:.0%})" for part in sorted(known, key=known.get, reverse=True)[:2]
-    ]
+    largest = sorted(known.items(), key=lambda one: -one[1])[:2]
+    shares = [f"{called(part)} ({size / allocated:.0%})" for part, size in largest]
     where = label({axis: int(row[axis])}) if axis else f"{int(row['seq_len']):,} tokens"
     return f"At {where}, {format_size(allocated)} are allocated; the largest components are {' and '.join(shares)}."
 

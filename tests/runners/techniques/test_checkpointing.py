@@ -81,15 +81,17 @@ def test_the_trace_saves_the_bytes_that_a_real_step_saves(tmp_path: Path) -> Non
     """fp32, where CUDA's memory-efficient kernel and the CPU's flash kernel save tensors of the same sizes."""
     over: dict[str, Any] = {"model": HEADS, "seq_len": 128, "micro_batch": 4}
     real, predicted = step(tried(**over))[1], left_by_forward(traced(tmp_path, **over))
-    output = 4 * 128 * 64 * 4  # of a layer, which reentrant checkpointing computes again too
-    for name, layers, more in (("every 2nd", 2, 0), ("reentrant", 3, output), ("selective", 0, 0),
-                               ("selective, mm", 0, 0)):  # fmt: skip
+    whole = {
+        "every 2nd": (2, 0),
+        "reentrant": (3, 4 * 128 * 64 * 4),
+    }  # layers, and a layer's result, computed again too
+    for name in (*whole, "selective", "selective, mm"):
         saved, trace = real - step(tried(**over, **WAYS[name]))[1], traced(tmp_path, **over, **WAYS[name])
         # of some MB; the difference is the generator's state, which CUDA's kernel saves
         assert predicted - left_by_forward(trace) == pytest.approx(saved, abs=256), name
-        if layers:  # else a layer keeps what it would not have saved
-            again = most_held(trace)["recomputed_activations"]  # one layer's at a time
-            assert again == pytest.approx(saved / layers + more, abs=512), name
+        if name in whole:  # else a layer keeps what it would not have saved
+            again = saved / whole[name][0] + whole[name][1]  # one layer's at a time
+            assert most_held(trace)["recomputed_activations"] == pytest.approx(again, abs=512), name
 
 
 @pytest.mark.slow
