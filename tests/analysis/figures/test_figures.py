@@ -13,7 +13,7 @@ from vramsweep.analysis.data.load import from_frame
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures import figure_table, layout
 from vramsweep.analysis.figures.allocators import compared
-from vramsweep.analysis.figures.composition import OF_PEAK, composition
+from vramsweep.analysis.figures.composition import LATER, OF_PEAK, composition
 from vramsweep.analysis.figures.memory import by_length
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.figures.steps import steps
@@ -67,12 +67,11 @@ def test_the_parts_are_stacked_up_to_what_is_reserved() -> None:
     assert "The peak is in the optimizer phase; from 1,024 on, in the backward phase." in figure.caption
     (line,) = [shape for shape in figure.plot.layout.shapes if shape.line.dash == "dash"]  # the GPU that was asked for
     assert GIB / 2 < rows[0]["device_total_bytes"] - line.y0 * GIB < GIB  # less the CUDA context
-    earlier = [row | {"peak_recomputed_activations_bytes": None} for row in rows]
+    earlier = [row | {LATER: None} for row in rows]
     for made in (earlier, [*earlier[:2], *rows[2:]]):  # rows of earlier versions are drawn too
         (old,) = composition(view(made, predicted=True))
         assert [list(bar.y) for bar in seen(old, type="bar")] == [list(bar.y) for bar in bars]
-        assert list(old.data["peak_recomputed_activations_bytes"].isna()) == [row in earlier for row in made]
-        assert old.caption == figure.caption
+        assert list(old.data[LATER].isna()) == [row in earlier for row in made] and old.caption == figure.caption
 
 
 def test_many_lengths_are_some_bars() -> None:

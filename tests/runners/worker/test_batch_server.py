@@ -166,20 +166,18 @@ def test_a_trace_that_crashes_or_hangs_leaves_only_its_own_trials_unanswered(
 def test_a_trace_says_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as every hundred operators, from a process that was forked for it too."""
     monkeypatch.setattr(step_tracer, "SOME", 100)
-    (tmp_path / "1").mkdir()
-    trace_workers._make_folder(tmp_path / "1" / "forked")
-    trace_tiny(tmp_path / "1" / "forked", protocol={"measured_steps": 1})
-    told = [json.loads(line)["text"] for line in (tmp_path / "1" / TRACES).read_text().splitlines()]
+    trace_workers._make_folder(tmp_path / "forked")
+    trace_tiny(tmp_path / "forked", protocol={"measured_steps": 1})
+    told = [json.loads(line)["text"] for line in (tmp_path / TRACES).read_text().splitlines()]
     steps = parsed(protocol={"measured_steps": 1}).steps()
     first = [text for text in told if ":" not in text]
     assert first == ["building tiny", *(f"tracing step {n} of {steps}" for n in range(1, steps + 1))]
     counts = [int(text.rpartition(": ")[2].split()[0]) for text in told if text.startswith(f"{first[-1]}: ")]
     assert len(counts) > 2 and {later - one for one, later in pairwise(counts)} == {100} and counts[0] <= 100
-    result_file.progress(tmp_path / "1", "tracing: 0 of 1 done", done=0, total=1)
-    shown = {"text": f"tracing: 0 of 1 done; {first[-1]}: {counts[-1]} operators", "done": 0, "total": 1}
-    assert attempt.read_progress(tmp_path / "1") == shown
-    result_file.progress(tmp_path / "1", "predicting")
-    assert attempt.read_progress(tmp_path / "1") == {"text": "predicting"}
+    result_file.progress(tmp_path, "tracing: 0 of 1 done", done=0, total=1)
+    assert attempt.read_progress(tmp_path)["text"] == f"tracing: 0 of 1 done; {first[-1]}: {counts[-1]} operators"
+    result_file.progress(tmp_path, "predicting")
+    assert attempt.read_progress(tmp_path) == {"text": "predicting"}
 
 
 def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
