@@ -19,7 +19,7 @@ from vramsweep.runners.predict import predicted_row
 sys.path.insert(0, str(TARGETS))
 from estimated import CASES, IDS
 
-PARTS = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporaries", "communication")
+PARTS = "parameters buffers gradients optimizer_state activations recomputed_activations temporaries communication".split()
 
 
 def custom_row(name: str, folder: Path, **over: Any) -> dict[str, Any]:
