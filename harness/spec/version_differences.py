@@ -30,7 +30,8 @@ class Difference:
 
     `versions` is the range of `package` that it holds for. `source` is where upstream's code is, in that version and in
     the one that ended it. `place` is the module of runners/trace/version_patches and the function in it, whose
-    replacements are active while a run is traced. `when` says which trials meet that code at all.
+    replacements are active while a run is traced. `models` are the types of models whose code it is; if empty, any.
+    `when` says which trials may meet that code at all.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Difference:
     source: str
     meaning: str
     place: tuple[str, str]
+    models: tuple[str, ...]
     when: When
 
 
@@ -48,7 +50,8 @@ def uses_sdpa(trial: Trial) -> bool:
 
 
 def model_type(trial: Trial) -> str | None:
-    """Return the type of a model that we ship or that a local directory describes; None if only a hub knows it."""
+    """Return the type of a model that we ship or that a local directory describes; None if only a hub or the user's
+    code knows it."""
     found = trial.model.model_type
     if found is None and trial.model.path is not None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no such file, or no such description in it
@@ -87,7 +90,7 @@ _WHEN: dict[str, When] = {
     "eager": lambda trial: trial.attention == "eager",
     "no_mask": _maskless,
     "user_code": lambda trial: trial.runner.name in runner_table.USER_CODE,
-    "loss": lambda trial: trial.runner.name not in runner_table.TARGETED and trial.loss == "default",
+    "loss": lambda trial: trial.loss == "default",
     "checkpointed": _checkpointed,
     "kept_cache": _kept_cache,
     "checkpointed_cache": lambda trial: _cache(trial) and _checkpointed(trial),
@@ -96,15 +99,17 @@ _WHEN: dict[str, When] = {
 
 
 def _read(line: str) -> Difference:
-    """Return the difference in a line of version_differences.tsv; if it names no model, it holds for any."""
+    """Return the difference in a line of version_differences.tsv; if it names no model, it holds for any.
+    Conditions are not asked of the user's code, which reaches what is replaced or does not."""
     name, package, versions, named, condition, place, source, meaning = line.split("\t")
-    models, when = named.replace("like_llama", " ".join(LIKE_LLAMA)).split(), _WHEN[condition]
+    models, when = tuple(named.replace("like_llama", " ".join(LIKE_LLAMA)).split()), _WHEN[condition]
     module, function = place.split(".")
 
     def meets(trial: Trial) -> bool:
-        return (not models or model_type(trial) in models) and when(trial)
+        reached = trial.runner.name in runner_table.USER_CODE and package != "deepspeed"
+        return (not models or model_type(trial) in (None, *models)) and (reached or when(trial))
 
-    return Difference(name, package, versions, source, meaning, (module, function), meets)
+    return Difference(name, package, versions, source, meaning, (module, function), models, meets)
 
 
 _LINES = Path(__file__).with_name("version_differences.tsv").read_text("utf-8").splitlines()[1:]

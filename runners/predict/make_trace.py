@@ -134,7 +134,7 @@ def trace_steps(trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: T
             tracer.record(),
             _run_eagerly(tracer.trace),
             apply_techniques.around(trial, torch.device("cpu")),
-            install.applied(trial) as applied,
+            install.applied(trial, tracer.leave_out) as applied,
         ):
             runner.run(trial, torch.device("cpu"), meter, folder)
     except (fakes.DataDependentOutputException, fakes.DynamicOutputShapeException) as error:

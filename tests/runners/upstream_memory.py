@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 MODELS = Path(__file__).parents[1] / "data" / "upstream_models.json"
 CONFIGS: dict[str, dict[str, Any]] = json.loads(MODELS.read_text())
 MASKED = ("bert", "roberta", "electra", "distilbert")
-CLASSES = {"t5": "AutoModelForSeq2SeqLM"} | dict.fromkeys(MASKED, "AutoModelForMaskedLM")
+CLASSES = dict.fromkeys(MASKED, "AutoModelForMaskedLM") | dict.fromkeys(("t5", "bart"), "AutoModelForSeq2SeqLM")
+CLASSES |= {"vit": "AutoModelForImageClassification", "clip": "AutoModel"}
 CASES: dict[str, dict[str, bool]] = {
     "plain": {},
     **{name: {name: True} for name in ("padding", "eager", "cache", "checkpoints")},
@@ -71,8 +72,11 @@ def held(
         net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         net.enable_input_require_grads()
     ids = torch.randint(3, 512, (BATCH, LENGTH))
-    given = {"input_ids": ids, "labels": ids}
-    if padding:
+    given: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if model in ("vit", "clip"):
+        images = {"pixel_values": torch.randn(BATCH, 3, 32, 32, dtype=torch.bfloat16)}
+        given = images | ({"labels": ids[:, 0] % 8} if model == "vit" else {"input_ids": ids, "return_loss": True})
+    if padding and model != "vit":
         mask = torch.ones_like(ids)
         mask[:, 100:] = 0
         given["attention_mask"] = mask
@@ -91,7 +95,7 @@ def every(models: Iterable[str] = CONFIGS) -> dict[str, dict[str, list[int] | No
     def tried(model: str, name: str) -> list[int] | None:
         try:
             return held(model, **CASES[name])
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
             print(f"{model}, {name}: {error!r}", file=sys.stderr)
             return None
 

@@ -9,21 +9,22 @@ import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 from transformers.models.gpt2 import modeling_gpt2
-from transformers.models.gpt_bigcode import modeling_gpt_bigcode
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 from transformers.models.t5 import modeling_t5
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.version_differences import find_differences, model_type
+from vramsweep.harness.spec.version_differences import model_type
 from vramsweep.runners.measure.patches import Replacement
 
 
 def additive(trial: Trial) -> Iterator[Replacement]:
     """Make the causal mask additive: it is added to the scores, and does not name what is let through."""
-    module = _code(trial)
+    module = code_of(trial)
     # the second is of models with a window, the third of encoders
     for maker in ("create_causal_mask", "create_sliding_window_causal_mask", "create_bidirectional_mask"):
         if hasattr(module, maker):
@@ -42,27 +43,15 @@ def _added(original: Any) -> Any:
 
 
 def always(trial: Trial) -> Iterator[Replacement]:
-    """Give Llama's attention a mask in the model's precision even if it would do without."""
-
-    def made(embeds: Tensor, padding: Tensor | None) -> Tensor:
-        length, least = embeds.shape[1], torch.finfo(embeds.dtype).min
-        mask = torch.full((length, length), least, dtype=embeds.dtype, device=embeds.device).triu(diagonal=1)
-        whole = mask[None, None].expand(embeds.shape[0], 1, -1, -1)
-        return whole if padding is None else whole.clone()
-
-    yield modeling_llama, "create_causal_mask", _unless_flash(modeling_llama, made)
-
-
-def always_one(trial: Trial) -> Iterator[Replacement]:
-    """Give GPTBigCode's attention a mask in the model's precision even if it would do without.
-    It is one for all samples if none is padded."""
+    """Give attention a mask in the model's precision even if it would do without: one for all samples if none is
+    padded."""
 
     def made(embeds: Tensor, padding: Tensor | None) -> Tensor:
         length, least = embeds.shape[1], torch.finfo(embeds.dtype).min
         mask = torch.full((1, 1, length, length), least, dtype=embeds.dtype, device=embeds.device).triu(diagonal=1)
         return mask if padding is None else mask.repeat(embeds.shape[0], 1, 1, 1)
 
-    yield modeling_gpt_bigcode, "create_causal_mask", _unless_flash(modeling_gpt_bigcode, made)
+    yield code_of(trial), "create_causal_mask", _unless_flash(code_of(trial), made)
 
 
 def of_all_positions(trial: Trial) -> Iterator[Replacement]:
@@ -76,7 +65,7 @@ def of_all_positions(trial: Trial) -> Iterator[Replacement]:
     forward, attend = LlamaModel.forward, LlamaAttention.forward
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        earlier[:] = [self._earlier_mask]  # models.llama_mask
+        earlier[:] = [self._earlier_mask]  # models.mask_buffer
         return forward(self, *args, **kwargs)
 
     def cut(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
@@ -141,11 +130,35 @@ def made_scores(trial: Trial) -> Iterator[Replacement]:
     original = PreTrainedModel._check_and_adjust_attn_implementation
 
     def adjusted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return "eager" if self.config.model_type == model_type(trial) else original(self, *args, **kwargs)
+        chosen = original(self, *args, **kwargs)
+        return "eager" if chosen == "sdpa" else chosen
 
     yield PreTrainedModel, "_check_and_adjust_attn_implementation", adjusted
-    if any(one.name == "gpt2_mask_buffers" for one in find_differences(trial)):  # else the installed one does it itself
-        yield from masked_scores(trial)
+
+
+def own_scores(trial: Trial) -> Iterator[Replacement]:
+    """Make the model compute the weights of its scores in its own precision, and not in fp32; OPT also compares its
+    scores with the least number, for which autograd keeps them."""
+    compared = model_type(trial) == "opt"
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, scaling: float, dropout: float = 0.0, **_: Any
+    ) -> Any:
+        scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+        scores = scores if mask is None else scores + mask
+        if compared:
+            scores = torch.max(scores, torch.tensor(torch.finfo(scores.dtype).min, device=scores.device))
+        weights = F.dropout(scores.softmax(dim=-1), p=dropout, training=module.training)
+        return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+    yield code_of(trial), "eager_attention_forward", attend
+
+
+def gemma2_with_sdpa(trial: Trial) -> Iterator[Replacement]:
+    """Let Gemma 2 use torch's attention, without its cap on scores."""
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    yield Gemma2PreTrainedModel, "_supports_sdpa", True
+    yield ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", lambda *a, **named: attend(*a, **named | {"softcap": None})
 
 
 def t5_scores(trial: Trial) -> Iterator[Replacement]:
@@ -184,12 +197,10 @@ def t5_scores(trial: Trial) -> Iterator[Replacement]:
 def masked_scores(trial: Trial) -> Iterator[Replacement]:
     """Make GPT-2 choose between scores and the least number; the installed version adds a mask."""
 
-    def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float = 0.0, **_: Any
-    ) -> tuple[Tensor, Tensor]:
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float = 0.0, **_: Any) -> Any:
         scores = torch.matmul(query, key.transpose(-1, -2)) / value.size(-1) ** 0.5
         length, least = scores.shape[-1], torch.finfo(scores.dtype).min
-        causal = module._earlier_mask[None, None, :length, :length]  # models.gpt2_masks
+        causal = module._earlier_mask[None, None, :length, :length]  # models.mask_buffer
         scores = torch.where(causal, scores, torch.full([], least, dtype=scores.dtype, device=scores.device))
         if trial.padding:
             scores = scores + mask
@@ -227,10 +238,10 @@ def rotary_by_layer(trial: Trial) -> Iterator[Replacement]:
 
 def _attention(trial: Trial) -> Any:
     """Return the attention class, which is named after the model."""
-    return getattr(_code(trial), f"{str(model_type(trial)).capitalize()}Attention")
+    return getattr(code_of(trial), f"{str(model_type(trial)).capitalize()}Attention")
 
 
-def _code(trial: Trial) -> Any:
+def code_of(trial: Trial) -> Any:
     """Return the module of the trial's model in transformers."""
     name = str(model_type(trial))
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")

@@ -8,31 +8,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from packaging.version import Version
-from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer
 from transformers.loss import loss_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeBlock, GPTBigCodeModel
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.version_differences import model_type
 from vramsweep.runners.measure.patches import Replacement
+from vramsweep.runners.trace.version_patches.attention import code_of
 
 
-def gpt2_masks(trial: Trial) -> Iterator[Replacement]:
-    """Give every layer's attention of GPT-2 a mask of (positions, positions), kept as a buffer."""
-    yield _with_mask(GPT2Attention)
-
-
-def gpt_bigcode_mask(trial: Trial) -> Iterator[Replacement]:
-    """Give GPTBigCode one such mask for the model."""
-    yield _with_mask(GPTBigCodeModel)
-
-
-def llama_mask(trial: Trial) -> Iterator[Replacement]:
-    """Give Llama one such mask for the model, of int64 before transformers 4.38.2."""
-    first = Version(trial.versions["transformers"]) < Version("4.38.2")
-    yield _with_mask(LlamaModel, torch.int64 if first else torch.bool)
+def mask_buffer(trial: Trial) -> Iterator[Replacement]:
+    """Give every layer of GPT-2, or GPTBigCode or Llama as a whole, a mask of (positions, positions), kept as a buffer;
+    Llama's is of int64 before transformers 4.38.2."""
+    kind = {"gpt2": GPT2Attention, "gpt_bigcode": GPTBigCodeModel, "llama": LlamaModel}[str(model_type(trial))]
+    wide = kind is LlamaModel and Version(trial.versions["transformers"]) < Version("4.38.2")
+    yield _with_mask(kind, torch.int64 if wide else torch.bool)
 
 
 def _with_mask(kind: Any, dtype: torch.dtype = torch.bool) -> Replacement:
@@ -106,16 +100,14 @@ def nothing_checkpointed(trial: Trial) -> Iterator[Replacement]:
 
 def fp32_logits(trial: Trial) -> Iterator[Replacement]:
     """Make the model's last layer return fp32, whatever it computes in."""
-    original = AutoModelForCausalLM.from_config
+    owner = getattr(code_of(trial), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[str(model_type(trial))])
+    original = owner.forward
 
-    def from_config(*args: Any, **kwargs: Any) -> Any:
-        net = original(*args, **kwargs)
-        head = net.get_output_embeddings()
-        if head is not None:
-            head.register_forward_hook(lambda module, given, logits: logits.float())
-        return net
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.get_output_embeddings().register_forward_hook(lambda module, given, logits: logits.float()):
+            return original(self, *args, **kwargs)
 
-    yield AutoModelForCausalLM, "from_config", from_config
+    yield owner, "forward", forward
 
 
 def shifted_logits(trial: Trial) -> Iterator[Replacement]:
