@@ -1,13 +1,14 @@
 """Known differences of transformers' versions, against what small models held in a step by those versions' own code."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, tiny
+from conftest import ROOT, custom, tiny
 from conftest import cases as table
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MptConfig, MptModel
 from upstream_memory import CASES, CONFIGS, held
 
 from vramsweep.harness.spec import trial, trial_parser
@@ -19,6 +20,7 @@ RECORDED = {
     one["transformers"]: one["held"]
     for one in map(json.loads, (ROOT / "tests" / "data" / "upstream_memory.jsonl").read_text().splitlines())
 }
+SIMULATED = {"name": "simulated", "gpu": "a100-80gb"}
 QUICK = {("4.48.1", "llama"), ("4.41.2", "gpt2")}
 TOLERANCE = 0.008  # of the whole: sines of one row in each layer, positions and masks of booleans, in models this small
 # Versions of code that nobody has modelled, and how far the step's peak is off.
@@ -41,7 +43,7 @@ def chosen(version: str, model: str, case: dict[str, bool]) -> trial.Trial:
         tiny(
             runner={"name": "trainer" if both else "torch"},
             model={"name": "old", "model_type": model},
-            device={"name": "simulated", "gpu": "a100-80gb"},
+            device=SIMULATED,
             precision="bf16_pure",
             versions={"transformers": version},
             padding=0.2 if case.get("padding") else 0.0,
@@ -60,6 +62,21 @@ def test_a_difference_is_listed_once_its_code_has_run() -> None:
         net.model(torch.zeros(1, 8, dtype=torch.long))
     with_forward = {"llama_rotary_tables", "llama_rotary_by_layer", "additive_mask", "repeated_heads"}
     assert set(applied) == with_forward  # fp32_logits and shifted_logits are of the loss
+
+
+@pytest.mark.parametrize(("version", "model"), [pytest.param("4.45.2", "clip", marks=pytest.mark.slow), *sorted(QUICK)])
+def test_a_model_of_the_user_s_code_holds_what_that_version_s_own_code_held(version: str, model: str) -> None:
+    """The trial knows no model; all differences are in place, and those of the model that runs take effect."""
+    none = {"model_type": None, "name": "of a script"}
+    values: dict[str, Any] = {"model": none, "device": SIMULATED, "versions": {"transformers": version}}
+    unread: list[str] = []
+    with install.applied(trial_parser.parse(custom("train", **values)), lambda _, kind: unread.append(kind)):
+        known = {name: then for name, then in cases(version, model).items() if (version, model, name) not in OPEN}
+        found = {name: held(model, **CASES[name])[-1] for name in known}
+        assert not unread
+        MptModel(MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=8))
+    assert found == pytest.approx({name: then[-1] for name, then in known.items()}, rel=0.002)
+    assert unread == ["mpt"]
 
 
 @pytest.mark.slow
