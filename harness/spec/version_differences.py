@@ -50,8 +50,7 @@ def uses_sdpa(trial: Trial) -> bool:
 
 
 def model_type(trial: Trial) -> str | None:
-    """Return the type of a model that we ship or that a local directory describes; None if only a hub or the user's
-    code knows it."""
+    """Return the type of a model that we ship or that a local directory describes; None if only a hub knows it."""
     found = trial.model.model_type
     if found is None and trial.model.path is not None:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # no such file, or no such description in it
@@ -106,8 +105,9 @@ def _read(line: str) -> Difference:
     module, function = place.split(".")
 
     def meets(trial: Trial) -> bool:
-        reached = trial.runner.name in runner_table.USER_CODE and package != "deepspeed"
-        return (not models or model_type(trial) in (None, *models)) and (reached or when(trial))
+        theirs = trial.runner.name in runner_table.USER_CODE
+        fits = not models or theirs or model_type(trial) in (None, *models)
+        return fits and (when(trial) or (theirs and package != "deepspeed"))
 
     return Difference(name, package, versions, source, meaning, (module, function), models, meets)
 

@@ -106,13 +106,8 @@ def repeated_heads(trial: Trial) -> Iterator[Replacement]:
 
 def contiguous_heads(trial: Trial) -> Iterator[Replacement]:
     """Make attention copy what is not contiguous before torch's attention gets it."""
-    original = F.scaled_dot_product_attention
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        made: Tensor = original(query.contiguous(), key.contiguous(), value.contiguous(), *args, **kwargs)
-        return made
-
-    yield F, "scaled_dot_product_attention", attend
+    attend: Any = F.scaled_dot_product_attention
+    yield F, "scaled_dot_product_attention", lambda *a, **k: attend(*(t.contiguous() for t in a[:3]), *a[3:], **k)
 
 
 def without_padding(trial: Trial) -> Iterator[Replacement]:
@@ -142,7 +137,7 @@ def own_scores(trial: Trial) -> Iterator[Replacement]:
     compared = model_type(trial) == "opt"
 
     def attend(
-        module: Any, query: Tensor, key: Tensor, value: Any, mask: Any, scaling: float, dropout: float = 0.0, **_: Any
+        module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, dropout: float, **_: Any
     ) -> Any:
         scores = torch.matmul(query, key.transpose(2, 3)) * scaling
         scores = scores if mask is None else scores + mask

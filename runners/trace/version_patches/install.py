@@ -26,8 +26,9 @@ def applied(trial: Trial, leave_out: Callable[[str, str], object] = lambda *_: N
     of it runs. `leave_out` gets each type of model that is made and whose earlier code nobody has compared.
     """
     used: dict[str, None] = {}
-    own = version_differences.model_type(trial)
-    if "deepspeed" in trial.versions and trial.runner.name in runner_table.USER_CODE:
+    theirs = trial.runner.name in runner_table.USER_CODE
+    own = None if theirs else version_differences.model_type(trial)
+    if theirs and "deepspeed" in trial.versions and trial.sharding == "none":
         leave_out("earlier_versions", "deepspeed")
     with contextlib.ExitStack() as stack:
         with _disable_current_modes():  # imports may make tensors
