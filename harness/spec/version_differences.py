@@ -114,30 +114,20 @@ def _read(line: str) -> Difference:
 
 _LINES = Path(__file__).with_name("version_differences.tsv").read_text("utf-8").splitlines()[1:]
 DIFFERENCES = tuple(map(_read, _LINES))
-_RANGES = {one.name: (one.package, one.versions) for one in DIFFERENCES}
-
-LT_WORKSPACES = _RANGES["lt_workspaces"]
-"""Where cuBLASLt's handles keep a workspace of their own: pytorch #156495 to #173002. Seen on a GPU with 2.11."""
-
-FLASH_FIRST = _RANGES["flash_first"]
-"""Where flash attention comes before cuDNN's on every GPU: 2.10 goes by cuDNN's version, and brings one too old; 2.11
-brings 9.19."""
-ANY_DROPOUT = _RANGES["any_dropout"]
-"""Where cuDNN's attention takes every probability of dropout: before pytorch #174245. Seen on a GPU with 2.11."""
+_BY_NAME = {one.name: one for one in DIFFERENCES}
 
 
 def find_differences(trial: Trial) -> list[Difference]:
     """Return the known differences between the versions that a simulated trial names and the installed ones."""
     named = [one for one in DIFFERENCES if one.package in trial.versions and one.when(trial)]
     asked = [one for one in named if _within(one.versions, trial.versions[one.package])]
-    return [one for one in asked if not installed_is((one.package, one.versions))]
+    return [one for one in asked if not installed_has(one.name)]
 
 
-def installed_is(package_and_versions: tuple[str, str]) -> bool:
-    """Return whether the installed version of a package is in a range; False if none is installed."""
-    package, versions = package_and_versions
-    version = catalog.version(package)
-    return version is not None and _within(versions, version)
+def installed_has(name: str) -> bool:
+    """Return whether the installed version is one that this known difference holds for; False if none is installed."""
+    version = catalog.version(_BY_NAME[name].package)
+    return version is not None and _within(_BY_NAME[name].versions, version)
 
 
 def _within(versions: str, version: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from vramsweep.harness.hardware.gpu_lookup import Capability
-from vramsweep.harness.spec.version_differences import LT_WORKSPACES, installed_is
+from vramsweep.harness.spec.version_differences import installed_has
 from vramsweep.runners.trace import sdpa_kernels
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ MOST_EACH = 256  # values of one thread of a sum (max_values_per_thread)
 # Threads that a GPU runs at once: an H100's and H200's if it has bf16 tensor cores, else a T4's
 AT_ONCE = {True: 132 * 2048, False: 40 * 1024}
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
-LT_APART = installed_is(LT_WORKSPACES)
+LT_APART = installed_has("lt_workspaces")
 
 
 class Stepwise(NamedTuple):

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from vramsweep.harness.hardware.gpu_lookup import Capability
-from vramsweep.harness.spec.version_differences import ANY_DROPOUT, installed_is
+from vramsweep.harness.spec.version_differences import installed_has
 from vramsweep.runners.trace.trace_data import prefers_cudnn, widest_cudnn
 
 aten = torch.ops.aten
 MASK_ALIGNMENT = 8  # elements; mem_eff_alignment of preprocess_mask
 CUDNN_SCRATCH = 256  # bytes of each cuDNN kernel, in addition to _cudnn_scratch (seen: cuDNN 9.19, an H200)
-IN_SIXTEENTHS = not installed_is(ANY_DROPOUT)
+IN_SIXTEENTHS = not installed_has("any_dropout")
 
 
 class Attention(NamedTuple):

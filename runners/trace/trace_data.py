@@ -13,14 +13,14 @@ from vramsweep.harness.hardware.gpu_lookup import Capability, memory_limit
 from vramsweep.harness.hardware.interconnects import Collective
 from vramsweep.harness.hardware.roofline import Work
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.version_differences import FLASH_FIRST, installed_is
+from vramsweep.harness.spec.version_differences import installed_has
 from vramsweep.runners.trace.stream_lag import Note
 
 WORKSPACES = "workspaces"  # a category of storages
 KIB = 1 << 10
 # Of each handle and stream of cuBLASLt, if it does not use cuBLAS's (parseCUDABlasLtWorkspaceSize)
 LT_WORKSPACE = 1024 * KIB
-CUDNN_FIRST = not installed_is(FLASH_FIRST)  # in wheels for CUDA 13 and 12.9; others have an older cuDNN
+CUDNN_FIRST = not installed_has("flash_first")  # in wheels for CUDA 13 and 12.9; others have an older cuDNN
 Phase = Literal["load", "forward", "backward", "optimizer"]
 STATE = ("parameters", "buffers", "gradients", "optimizer_state")
 CATEGORIES = (*STATE, "activations", "recomputed_activations", "communication", "temporaries", WORKSPACES)

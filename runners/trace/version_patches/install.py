@@ -35,7 +35,7 @@ def applied(trial: Trial, leave_out: Callable[[str, str], object] = lambda *_: N
             for one in version_differences.find_differences(trial):
                 place = importlib.import_module(f"{__package__}.{one.place[0]}")
                 note = functools.partial(used.setdefault, one.name)
-                for kind in [kind for kind in one.models if own in (None, kind)] or [None]:
+                for kind in [kind for kind in one.models if own in (None, kind)] or (None,):
                     model = trial.model.model_copy(update={"model_type": kind or own})
                     replaced = getattr(place, one.place[1])(trial.model_copy(update={"model": model}))
                     made = [(owner, key, _noted(owner, key, value, note, kind)) for owner, key, value in replaced]
@@ -59,7 +59,7 @@ def _unread(leave_out: Callable[[str, str], object]) -> Replacement:
     return PreTrainedModel, "__init__", init
 
 
-def _noted(owner: Any, key: Any, value: Any, note: Callable[[], object], kind: str | None) -> Any:
+def _noted(owner: Any, key: Any, value: Any, note: Callable[[], Any], kind: str | None) -> Any:
     """Return the stand-in, which notes when it is called, set as a property, or read if it is true or false; others are
     noted now. Of what models share, models of other types than `kind` get the original."""
     if callable(value):
