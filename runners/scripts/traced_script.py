@@ -43,6 +43,7 @@ from vramsweep.runners.scripts.observed_row import called_with, trained_elsewher
 from vramsweep.runners.scripts.observer import Observer
 from vramsweep.runners.scripts.traced_counters import Counters
 from vramsweep.runners.scripts.traced_devices import TwoMemories
+from vramsweep.runners.scripts.traced_generation import Generation
 from vramsweep.runners.scripts.traced_ranks import LAUNCHERS, Ranks, launched
 from vramsweep.runners.scripts.unreached_calls import Reached
 from vramsweep.runners.trace.known_values import KnownValues, small
@@ -88,9 +89,10 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     ended = "ended"
     beside = Path.cwd() if file is None else Path(file).resolve().parent  # as Python does, with -m or a file
     reached = Reached(beside)
+    parts = (counters, values, memories, triton, reached, ranks, Generation(known, meter.tracer))
     replaced = (
         *_card(trial, counters.total, int(variables.get("LOCAL_WORLD_SIZE", trial.world_size))),
-        *(one for part in (counters, values, memories, triton, reached, ranks) for one in part.replacements()),
+        *(one for part in parts for one in part.replacements()),
         (argparse.ArgumentParser, "error", _refused),
         (sys, "argv", [file or module, *arguments]),
         (sys, "path", [str(beside), *sys.path]),
@@ -305,7 +307,11 @@ class _Values:
             if isinstance(tensor, fakes.FakeTensor) and tensor.dim() == 0:
                 self.asked[NOTES["made_up"]] += 1
                 return False
-            return ask(tensor, *args, **kwargs)
+            out = ask(tensor, *args, **kwargs)
+            if isinstance(out, fakes.FakeTensor) and self.known.of(out) is None and not self.tracer.in_module():
+                with _disable_current_modes():
+                    self.known.give(out, torch.zeros(out.shape, dtype=torch.bool))
+            return out
 
         return value
 
