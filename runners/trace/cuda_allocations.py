@@ -130,6 +130,15 @@ def as_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], zeros: Call
     return func
 
 
+def with_strides(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments that give a fake result the strides of CUDA's. A layer norm's gradient is contiguous, while
+    fake tensors follow the output's gradient (layer_norm_backward_cuda in aten/native/cuda/layer_norm_kernel.cu)."""
+    if func is not aten.native_layer_norm_backward.default:
+        return args
+    plain = torch.empty_like(args[1], memory_format=torch.contiguous_format)
+    return (plain, plain, *args[2:])
+
+
 def _accumulates(args: tuple[Any, ...]) -> bool:
     """Return whether autograd's engine adds two gradients of one tensor, and no other code holds the first.
 

@@ -148,7 +148,7 @@ class Tracer(TorchDispatchMode):
                 at = self.known.by_place(args[1])
             out = func(*args, **kwargs) if at is None else func(args[0], at, *args[2:], **kwargs)
         else:
-            out = func(*args, **kwargs)
+            out = func(*cuda_allocations.with_strides(func, args), **kwargs)
         if self.known is not None:
             self.known.keep(out, value)
         with torch._C.DisableTorchFunction():  # it only reads tensors, so other modes need not see it
