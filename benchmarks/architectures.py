@@ -2,16 +2,24 @@
 
     python benchmarks/architectures.py [NAME ...]
 
-Each model is a folder with a config.json, as `model=hub` takes it. The prediction is the peak of a traced step's
-forward and backward passes, unrounded, without cuBLAS workspaces and kernels' scratch, which a CPU does not have. The
-measurement is the peak of the CPU's live tensor bytes in the same passes of the same runner. Both use eager attention,
-fp32 and no dropout, because a CPU's kernels for the others keep other tensors. Sizes are as small as a model allows, so
-activations are the larger part. Prints one line for each, and how many agree within 0.5 %.
+Each model is a folder with a config.json, as `model=hub` takes it, or a script of architecture_scripts/. The
+diffusion models need diffusers (`pip install diffusers`), without which they are left out. The prediction is the peak
+of a traced step's forward and backward passes, unrounded, without cuBLAS workspaces and kernels' scratch, which a CPU
+does not have. The measurement is the peak of the CPU's live tensor bytes in the same passes of the same runner or
+script, as a mode counts them that sees each operator. While a mode is active, autograd sums gradients out of place,
+as neither CPU nor GPU does otherwise. So a model's bytes are also counted by torch's profiler, which adds the scratch
+of CPU kernels, and the smaller count is taken. Both use eager attention, fp32 and no dropout, because a CPU's kernels
+for the others keep other tensors. Sizes are as small as a model allows, so activations are the larger part. Prints
+one line for each, and how many agree within 0.5 %.
 """
 
 import argparse
 import contextlib
+import importlib.util
+import itertools
 import json
+import runpy
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -32,6 +40,9 @@ from vramsweep.runners.predict import make_trace
 from vramsweep.runners.trace.trace_data import WORKSPACES, Trace
 
 TOLERANCE = 0.005
+FOLDER = Path(__file__).with_name("architecture_scripts")
+# scripts, each with the library that it needs
+SCRIPTS = {"unet": "diffusers", "dit": "diffusers", "sd3": "diffusers", "sft": "trl", "dpo": "trl", "grpo": "trl"}
 Values = dict[str, Any]
 
 TEXT: Values = {
@@ -147,7 +158,11 @@ def main(words: list[str]) -> int:
     """Print the table; return 1 if fewer than 34 architectures agree, when all of them ran."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="architectures; all by default")
-    names = parser.parse_args(words).names or list(ARCHITECTURES)
+    parser.add_argument("--measure", metavar="SCRIPT", help=argparse.SUPPRESS)
+    if (chosen := parser.parse_args(words)).measure:
+        print(measure_script(chosen.measure))
+        return 0
+    names = [name for name in chosen.names or [*ARCHITECTURES, *SCRIPTS] if not _lacks_library(name)]
     agree = 0
     print(f"{'architecture':14} {'predicted':>12} {'measured':>12} {'error':>9}")
     for name in names:
@@ -166,8 +181,40 @@ def main(words: list[str]) -> int:
 def compare(name: str) -> tuple[int, int]:
     """Return the bytes predicted and measured. Raises InvalidTrial if the model cannot be predicted."""
     with tempfile.TemporaryDirectory() as folder:
+        if name in SCRIPTS:
+            return compare_script(FOLDER / f"{name}.py", Path(folder))
         write_config(name, Path(folder))
         return predict(make_trial(folder, "simulated"), Path(folder)), measure(make_trial(folder, "cpu"), Path(folder))
+
+
+def compare_script(script: Path, folder: Path) -> tuple[int, int]:
+    """Return the bytes of a script's third step, predicted here and measured in a process of its own."""
+    values = make_trial(str(folder), "simulated").model_dump()
+    values |= {"seq_len": 1, "micro_batch": 1, "attention": "sdpa", "optimizer": "default"}
+    values |= {"model": {"name": "script", "model_type": None}}
+    values["runner"] = {"name": "script", "command": f"{sys.executable} {script}"}
+    predicted = predict(trial_parser.parse(values), folder)
+    measured = subprocess.run(
+        [sys.executable, __file__, "--measure", str(script)], cwd=folder, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return predicted, int(measured.stdout.splitlines()[-1])
+
+
+def measure_script(script: str) -> int:
+    """Run the script on the CPU, and return the most live bytes from the second optimizer step to the third."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    peaks: list[int] = []
+    with LiveBytes(storages_alive()) as live:
+        hooks = (
+            register_optimizer_step_pre_hook(lambda *_: peaks.append(live.take())),
+            register_optimizer_step_post_hook(lambda *_: (live.take(), None)[1]),
+        )
+        sys.path.insert(0, str(FOLDER))
+        runpy.run_path(script, run_name="__main__")
+        for hook in hooks:
+            hook.remove()
+    return peaks[2]
 
 
 def write_config(name: str, folder: Path) -> None:
@@ -204,9 +251,12 @@ def predict(trial: Trial, folder: Path) -> int:
 
 
 def measure(trial: Trial, folder: Path) -> int:
-    """Return the most bytes that live in the last step's forward and backward passes."""
+    """Return the most bytes that live in the last step's passes, as the lower of both counts has them."""
+    return min(_measure(trial, folder, kind(trial.steps())) for kind in (Meter, ProfiledMeter))
+
+
+def _measure(trial: Trial, folder: Path, meter: "Meter") -> int:
     build.prepare(trial)
-    meter = Meter(trial.steps())
     with backward_boundaries(lambda: None, meter.take):
         torch_loop.run(trial, torch.device("cpu"), meter, folder)
     pool = [tensor.untyped_storage() for sample in build.data(trial).samples for tensor in sample.values()]
@@ -246,6 +296,39 @@ class Meter:
         """Stop counting."""
         if not self.left:
             self._live.__exit__(None, None, None)
+
+
+class ProfiledMeter(Meter):
+    """StepMeter that counts the same by what torch's profiler sees the CPU's allocator do."""
+
+    def step_begin(self) -> None:
+        """Begin to count, at the last step."""
+        self.left -= 1
+        if not self.left:
+            with self._live as live:
+                self.most = live.live
+            self._profile = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+            ).__enter__()
+
+    def take(self) -> None:
+        """Keep the peak at the end of the backward pass."""
+        if self.left:
+            return
+        self._profile.__exit__(None, None, None)
+        found = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = sorted((one for one in found if one.name() == "[memory]"), key=lambda one: one.start_ns())
+        self.most = max(itertools.accumulate((one.nbytes() for one in changes), initial=self.most))
+
+    def step_end(self, loss: torch.Tensor | None = None) -> None:
+        """Do nothing, because counting has stopped."""
+
+
+def _lacks_library(name: str) -> bool:
+    lacks = name in SCRIPTS and importlib.util.find_spec(SCRIPTS[name]) is None
+    if lacks:
+        print(f"{name}: left out, because {SCRIPTS[name]} is not installed")
+    return lacks
 
 
 def _own_size(trace: Trace, number: int) -> int:

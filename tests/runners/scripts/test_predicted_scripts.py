@@ -18,7 +18,7 @@ from vramsweep.harness.spec import trial_parser
 from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.runners.measure.dispatch_modes import LiveBytes
 from vramsweep.runners.predict import make_trace
-from vramsweep.runners.scripts import import_constants, traced_script
+from vramsweep.runners.scripts import import_constants, traced_generation, traced_script
 from vramsweep.runners.trace.trace_data import Trace
 
 pytestmark = pytest.mark.deterministic
@@ -230,6 +230,27 @@ def test_checkpoints_of_libraries_hinder_no_prediction(run_sweep: Run, tmp_path:
         assert one["parameters"] == other["parameters"]
     written = {path.suffix for path in tmp_path.rglob("*") if path.is_file() and tmp_path / "t" not in path.parents}
     assert (tmp_path / "loop" / "model").is_dir() and written <= {".py", ".json", ".md"}
+
+
+def test_generated_text_is_as_long_as_allowed(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    after = """if step == 1:
+        from transformers import LlamaConfig, LlamaForCausalLM
+        sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, eos_token_id=1, pad_token_id=0)).cuda()
+        torch.cuda.reset_peak_memory_stats()
+        ids = model.generate(torch.full((4, 8), 5).cuda(), max_new_tokens=40)
+        assert ids.shape == (4, 48) and (ids[:, :8] == 5).all() and not ((ids == 0) | (ids == 1)).any()
+        assert not torch.isnan(torch.rand(3, device="cuda")).all()
+        print("peak", torch.cuda.max_memory_allocated())"""
+    skipped = traced(after=after)
+    monkeypatch.setattr(traced_generation, "DECODED", 40)  # so that the library's own loop decodes each token
+    whole = traced(after=after)
+    assert [one.not_covered["decoding"] for one in (skipped, whole)] == [["32 of 40 tokens"], ["0 of 40 tokens"]]
+    assert len(skipped.events) < len(whole.events) / 2
+    fewer, more = (int(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("peak"))
+    assert more - fewer == 32 * 4 * 8  # ids of the skipped tokens
 
 
 # ---- imports, which a script makes all the time
