@@ -14,11 +14,11 @@ for block in model.transformer_blocks:  # without a fused kernel, because a CPU'
 scheduler = DDPMScheduler()
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(5):
-    latents, noise = torch.randn(4, 4, 32, 32), torch.randn(4, 4, 32, 32)
-    times, classes = torch.randint(0, 1000, (4,)), torch.randint(0, 1000, (4,))
-    noisy = scheduler.add_noise(latents, noise, times).to(device)
-    predicted = model(noisy, timestep=times.to(device), class_labels=classes.to(device), return_dict=False)[0]
-    loss = torch.nn.functional.mse_loss(predicted[:, :4], noise.to(device))
+    latents, noise = torch.randn(2, 4, 4, 32, 32, device=device)
+    times, classes = torch.randint(0, 1000, (2, 4), device=device)
+    noisy = scheduler.add_noise(latents, noise, times)
+    predicted = model(noisy, timestep=times, class_labels=classes, return_dict=False)[0]
+    loss = torch.nn.functional.mse_loss(predicted[:, :4], noise)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

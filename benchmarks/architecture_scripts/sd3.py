@@ -11,12 +11,15 @@ model = SD3Transformer2DModel(
 ).to(device)  # fmt: skip
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(5):
-    latents, noise, share = torch.randn(4, 4, 32, 32), torch.randn(4, 4, 32, 32), torch.rand(4)
+    latents, noise = torch.randn(2, 4, 4, 32, 32, device=device)
+    share = torch.rand(4, device=device)
     noisy = (1 - share)[:, None, None, None] * latents + share[:, None, None, None] * noise
-    text, pooled = torch.randn(4, 32, 64), torch.randn(4, 64)
-    given = {"encoder_hidden_states": text.to(device), "pooled_projections": pooled.to(device)}
-    predicted = model(noisy.to(device), timestep=(1000 * share).to(device), return_dict=False, **given)[0]
-    loss = torch.nn.functional.mse_loss(predicted, (noise - latents).to(device))
+    given = {
+        "encoder_hidden_states": torch.randn(4, 32, 64, device=device),
+        "pooled_projections": torch.randn(4, 64, device=device),
+    }
+    predicted = model(noisy, timestep=1000 * share, return_dict=False, **given)[0]
+    loss = torch.nn.functional.mse_loss(predicted, noise - latents)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

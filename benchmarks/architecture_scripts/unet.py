@@ -15,11 +15,11 @@ for module in model.modules():
 scheduler = DDPMScheduler()
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(5):
-    images, noise = torch.randn(4, 3, 64, 64), torch.randn(4, 3, 64, 64)
-    times = torch.randint(0, 1000, (4,))
-    noisy = scheduler.add_noise(images, noise, times).to(device)
-    predicted = model(noisy, times.to(device), return_dict=False)[0]
-    loss = torch.nn.functional.mse_loss(predicted, noise.to(device))
+    images, noise = torch.randn(2, 4, 3, 64, 64, device=device)
+    times = torch.randint(0, 1000, (4,), device=device)
+    noisy = scheduler.add_noise(images, noise, times)
+    predicted = model(noisy, times, return_dict=False)[0]
+    loss = torch.nn.functional.mse_loss(predicted, noise)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
