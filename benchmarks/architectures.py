@@ -183,7 +183,10 @@ def main(words: list[str]) -> int:
 
 
 def compare(name: str) -> tuple[int, int | None]:
-    """Return the bytes predicted and measured, None if a CPU runs other code. Raises InvalidTrial if the model cannot be predicted."""
+    """Return the bytes predicted and measured, None if a CPU runs other code.
+
+    Raises InvalidTrial if the model cannot be predicted.
+    """
     with tempfile.TemporaryDirectory() as folder:
         if name in SCRIPTS:
             return compare_script(FOLDER / f"{name}.py", Path(folder))

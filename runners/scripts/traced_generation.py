@@ -5,7 +5,6 @@ new token has the value of another. Each decoded token needs what the one before
 a long text's are skipped, if the cache is transformers' plain one: it grows by them at once.
 """
 
-import importlib.util
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -29,9 +28,7 @@ class Generation:
         self.ends: set[int] = set()  # end-of-text tokens
 
     def replacements(self) -> Iterator[Replacement]:
-        """Yield what to replace of transformers, if it is installed: owner, name, stand-in."""
-        if importlib.util.find_spec("transformers") is None:
-            return
+        """Yield what to replace of transformers: owner, name, stand-in."""
         from transformers.cache_utils import DynamicLayer
         from transformers.generation import GenerationMixin, stopping_criteria
 
@@ -50,10 +47,7 @@ class Generation:
                 if prompt is not None and not model.config.is_encoder_decoder:
                     value[:, : prompt.shape[1]] = prompt.repeat_interleave(len(value) // len(prompt), 0)
                 self.known.give(ids, value)
-            if isinstance(out, torch.Tensor):
-                return ids
-            out.sequences = ids
-            return out
+            return ids if isinstance(out, torch.Tensor) else type(out)(**{**out, "sequences": ids})
 
         def updated(model: Any, outputs: Any, kwargs: Any, *args: Any, **others: Any) -> Any:
             self.decoded += 1
