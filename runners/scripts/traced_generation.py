@@ -36,7 +36,7 @@ class Generation:
 
         def generated(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
             self.decoded = self.skipped = self.left = 0
-            out = generate(model, inputs, *args, **kwargs)
+            out: Any = generate(model, inputs, *args, **kwargs)
             ids = getattr(out, "sequences", out)
             self.tracer.leave_out("decoding", f"{self.skipped} of {self.skipped + self.decoded} tokens")
             others = {*self.ends, (kwargs.get("generation_config") or model.generation_config).pad_token_id}
