@@ -30,7 +30,8 @@ class Generation:
     def replacements(self) -> Iterator[Replacement]:
         """Yield what to replace of transformers: owner, name, stand-in."""
         from transformers.cache_utils import DynamicLayer
-        from transformers.generation import GenerationMixin, stopping_criteria
+        from transformers.generation import stopping_criteria
+        from transformers.generation.utils import GenerationMixin
 
         generate, update = GenerationMixin.generate, GenerationMixin._update_model_kwargs_for_generation
 
