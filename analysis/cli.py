@@ -101,38 +101,42 @@ def _fit(arguments: argparse.Namespace) -> None:
     from vramsweep.analysis.data.pairing import Beside, Chosen
     from vramsweep.analysis.model import fit_wording
     from vramsweep.analysis.model.fit import fit_table
+    from vramsweep.analysis.report import own_axis
 
     if arguments.figure is not None:
         _refuse_inputs(arguments, arguments.figure)
     elif arguments.curves:
         raise UserError("--curves changes only the figure; add --figure FILE (the text always has both curves)")
     table = _open(arguments)
+    table = table if arguments.axis in FREE else own_axis.swap(table, arguments.axis)
+    axis = arguments.axis if arguments.axis in FREE else table.axis
     beside: Beside | Chosen = Chosen(load(arguments.prediction)) if arguments.prediction else Beside(table)
     metrics, ends = arguments.metric or tuple(METRICS), (arguments.start, arguments.stop)
-    fits, notes = fit_table(table, metrics, *ends, axis=arguments.axis, beside=beside.of)
+    fits, notes = fit_table(table, metrics, *ends, axis=axis, beside=beside.of)
+    notes = own_axis.reword(notes, table)
     if arguments.json:
-        found = [fit_wording.as_json(fit) for fit in fits]
+        found = own_axis.reword([fit_wording.as_json(fit) for fit in fits], table)
         _print_json({"source": table.source, "notes": [*table.warnings, *notes], "fits": found})
     else:
         if fits:
-            print("\n\n".join(fit_wording.text(fit) for fit in fits))
+            print("\n\n".join(own_axis.reword(fit_wording.text(fit), table) for fit in fits))
         for note in notes:
             print(f"note: {note}")
     if arguments.figure is not None:
         _draw_fits(arguments, table, fits)
     if not fits:
         raise UserError(
-            f"{table.source}: nothing could be fitted; a curve needs finished rows at three values of {arguments.axis} "
-            "or more"
+            f"{table.source}: nothing could be fitted; a curve needs finished rows at three values of {axis} or more"
         )
 
 
 def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> None:
     """Draw each fit to a file: the first to the named one, the others to its name with _2, _3, ..."""
     from vramsweep.analysis.figures import drawing, figure_table, memory
+    from vramsweep.analysis.report import own_axis
 
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout)
-    drawn = [memory.of_fit(fit, arguments.curves) for fit in fits[:FIGURES]]
+    drawn = own_axis.reword([memory.of_fit(fit, arguments.curves) for fit in fits[:FIGURES]], table)
     for number, figure in enumerate(figure_table.with_source(drawn, table.frame), 1):
         name: Path = arguments.figure
         out = name if number == 1 else name.with_stem(f"{name.stem}_{number}")
@@ -289,9 +293,10 @@ def _frontier(arguments: argparse.Namespace) -> None:
     from vramsweep.analysis.data.groups import groups
     from vramsweep.analysis.data.load import varying
     from vramsweep.analysis.model import memory_frontier
+    from vramsweep.analysis.report import own_axis
 
     table = _open(arguments)
-    axis = "micro_batch" if arguments.batch else "seq_len"
+    table, axis = (table, "micro_batch") if arguments.batch else (swapped := own_axis.swap(table), swapped.axis)
     limits = memory_frontier.frontier(table, arguments.gib or memory_frontier.SIZES, axis)
     if not limits and varying(table.frame).all():
         raise UserError(
@@ -300,9 +305,10 @@ def _frontier(arguments: argparse.Namespace) -> None:
     if not limits:
         raise UserError("no row of a GPU has peak reserved or device used memory, so nothing is known about what fits")
     if arguments.json:
-        _print_json([asdict(limit) for limit in limits])
+        _print_json(own_axis.reword([asdict(limit) for limit in limits], table))
     else:
-        print("\n".join(filter(None, [memory_frontier.text(limits), parts.remark(parts.jobs(groups(table)))])))
+        said = own_axis.reword(memory_frontier.text(limits), table)
+        print("\n".join(filter(None, [said, parts.remark(parts.jobs(groups(table)))])))
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -86,7 +86,7 @@ class Group:
 
 OPTIONS = "runner.options."  # prefix of options, such as a script's own axes, which people call by their name alone
 
-# Columns that may vary within a group, by axis.
+# Columns that may vary within a group, by axis; another axis is a table's own, in `seq_len` (own_axis.py).
 FREE = {"seq_len": ("seq_len",), "micro_batch": ("micro_batch",), "tokens": ("seq_len", "micro_batch")}
 
 
@@ -98,7 +98,8 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
     frame = table.frame[~is_(table.frame, "outcome", "invalid")]
     if frame.empty:
         return []
-    names = [name for name in (*ASKED, "seq_len") if name not in FREE[axis]] + extras(frame)
+    free = FREE.get(axis, FREE["seq_len"])
+    names = [name for name in (*ASKED, "seq_len") if name not in free] + extras(frame)
     codes, keys = _split(frame, np.zeros(len(frame), dtype=np.int64), [], names)
     filled = frame[list(FOUND)].copy()
     filled["cpu_name"] = filled["cpu_name"].mask(frame["device"].isin(["cuda", "simulated"]).fillna(False))
@@ -110,7 +111,7 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
     wrong = [at for at, of_row in frame["flags"].dropna().items() if CORRECTED in list(of_row)]  # until a later version
     filled[CORRECTED] = frame.index.isin(wrong)
     codes, keys = _split(filled, codes, keys, [*FOUND, CORRECTED])
-    varied = [n for n in DECIDING if n in frame and n not in FREE[axis] and frame[n].nunique() > 1]
+    varied = [n for n in DECIDING if n in frame and n not in free and frame[n].nunique() > 1]
     minimal, keys = keys, list(dict.fromkeys([*(name for name in ASKED if name in {*keys, *varied}), *keys, *varied]))
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))

@@ -55,11 +55,16 @@ _NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
 
 @dataclass(frozen=True)
 class Table:
-    """Rows, one per trial. `frame` has every scalar and list column of the registry, typed, plus `trial.*` extras."""
+    """Rows, one per trial. `frame` has every scalar and list column of the registry, typed, plus `trial.*` extras.
+
+    `axis` names what `seq_len` holds, if that is no length; without `tokens`, tokens/s are samples/s (own_axis.py).
+    """
 
     frame: pd.DataFrame
     source: str
     warnings: tuple[str, ...] = ()
+    axis: str = "seq_len"
+    tokens: bool = True
 
     def ok(self, *columns: str) -> pd.DataFrame:
         """Return these columns of the rows that finished and measured something, with their trial ids."""

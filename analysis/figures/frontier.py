@@ -28,7 +28,7 @@ ROW = 26  # px
 
 def frontier_chart(view: View) -> list[Figure]:
     """Draw rows for the GPUs that this sweep is about, and for those of nearby sizes that add something."""
-    every = [one for one in view.limits if one.axis == "seq_len" and one.multiples_of is None]
+    every = [one for one in view.limits if one.axis == view.table.axis and one.multiples_of is None]
     said = {(one.gib, one.group): one for one in every if max(one.largest_ok or 0, one.low or 0, one.value or 0)}
     having = {group for _, group in said}
     alike = _group_by_setting([group for group in view.groups if group.id in having])

@@ -67,7 +67,7 @@ def by_length(view: View) -> list[Figure]:
         f"All with {label(shared(drawn))}." if len(drawn) > 1 and shared(drawn) else "",
         f"Drawn: {len(drawn)} of {len(known):,} configurations." if len(drawn) < len(known) else "",
     )  # fmt: skip
-    every = pd.concat([*data, *out], ignore_index=True)
+    every = pd.concat([*data, *(one.rename(columns={"seq_len": fits[0].axis}) for one in out)], ignore_index=True)
     return [Figure("memory_by_length", "Peak memory against sequence length", caption, plot, every)]
 
 

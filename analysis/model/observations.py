@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,11 +17,12 @@ from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 
 SEED = 20_240_917
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
-AXES = {"seq_len": "sequence length", "micro_batch": "micro-batch", "tokens": "tokens"}  # the x axes of curves
-UNITS = {"seq_len": "tokens", "micro_batch": "samples", "tokens": "tokens"}
-NOUNS = {
-    "seq_len": ("length", "lengths"), "micro_batch": ("batch", "batches"), "tokens": ("token count", "token counts")
-}  # fmt: skip
+# The x axes of curves; texts on a table's own axis have the words of lengths, which `own_axis.reword` replaces.
+AXES = defaultdict(lambda: "sequence length", micro_batch="micro-batch", tokens="tokens")
+UNITS = defaultdict(lambda: "tokens", micro_batch="samples")
+NOUNS = defaultdict(
+    lambda: ("length", "lengths"), micro_batch=("batch", "batches"), tokens=("token count", "token counts")
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def members(x: Array, modulus: int | None) -> dict[bool, Mask]:
 
 def along(frame: pd.DataFrame, axis: str) -> Array:
     """Return each row's value on an axis of `AXES`, NaN where unknown; tokens are those of one micro-batch."""
-    return np.asarray(np.prod([frame[name].to_numpy(float, na_value=np.nan) for name in FREE[axis]], axis=0))
+    free = FREE.get(axis, FREE["seq_len"])
+    return np.asarray(np.prod([frame[name].to_numpy(float, na_value=np.nan) for name in free], axis=0))
 
 
 def observations(

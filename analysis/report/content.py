@@ -22,7 +22,7 @@ from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit, fit_table
 from vramsweep.analysis.model.memory_frontier import EDGE, Limit, frontier
 from vramsweep.analysis.report import answer as answers
-from vramsweep.analysis.report import findings, summary, tables, tiles
+from vramsweep.analysis.report import findings, own_axis, summary, tables, tiles
 from vramsweep.analysis.report.picker import Picker, picker
 from vramsweep.analysis.report.summary import Summary
 
@@ -31,6 +31,7 @@ SHOWN = 200  # most groups that figures, findings and warnings consider
 PREDICTED = "predicted"
 FITS = "°: beyond the fitted lengths; safe: a new run fits with a probability of 97.5 %, CUDA context included"
 JOBS = "; only load and steps count, although other parts of the job need more"
+KEPT = ("table", "fits", "limits", "residuals", "screen", "asked", "machine", "picker", "again")  # words of their own
 LENGTHS = 12_000  # most lengths over all fitted groups, for the same reason as FITTED
 
 
@@ -81,6 +82,7 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     Raises UserError if there is no `answer` of that name.
     """
     answered = answer_question(table, answer)
+    unchanged, table = table, own_axis.swap(table)
     views: list[tuple[str, View]] = []
     found: list[str] = []
     leading: list[str] = []  # sentences before the fits, also shown in the terminal
@@ -96,10 +98,10 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     for (name, part), (_, own) in zip(worlds, by_world, strict=True):
         most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
         ends = fitting.start, fitting.stop
-        own_fits, own_notes = fit_table(part, tuple(METRICS), *ends, limit=most, found=own, beside=beside.of)
+        own_fits, own_notes = fit_table(part, tuple(METRICS), *ends, most, own, table.axis, beside.of)
         own = own[:SHOWN]
         jobs = parts.jobs(own)
-        own_limits = frontier(part, fits=own_fits, found=own, most=most)
+        own_limits = frontier(part, axis=table.axis, fits=own_fits, found=own, most=most)
         over_lengths = lengths.runs(own)
         predicted = name == PREDICTED
         still, varied = ([group for group in own if group.varies is side] for side in (False, True))
@@ -140,7 +142,7 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     fit_in = f"Longest sequence that fits ({alone}{FITS}{JOBS if beyond_steps else ''})"
     beyond = "; °: calibrated, outside the measured range" if calibrations else ""
     roofline = f"Estimated throughput (roofline, not measured{beyond})"
-    return Content(
+    content = Content(
         table=table,
         title=f"Memory and throughput: {findings.values(table.frame, 'sweep') or findings.name_source(table)}",
         subtitle=f"{len(table.frame):,} trial{'s' * (len(table.frame) != 1)} ({ended}) from {table.source}{when}",
@@ -166,23 +168,28 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
         fit_text="\n\n".join(fit_wording.text(fit) for fit in fits),
         summary="\n".join(filter(None, [*leading, fit_wording.summary(fits)])),
         screen=summary.summary(table, _beyond(card)),
-        asked=findings.swept_axes(table),
+        asked=findings.swept_axes(unchanged),
         machine=findings.machine(table),
-        methods=findings.methods(table, fits),
+        methods=findings.methods(unchanged, fits),
         card=card,
         picker=picker(table, by_world),
         again=fitting.command,
-        then=_ask_next(fits, limits),
+        then=_ask_next(fits, limits, table.axis),
         answer=answered,
     )
+    worded: Content = own_axis.reword(content, table, KEPT)
+    return worded
 
 
-def _ask_next(fits: Sequence[Fit], limits: Sequence[Limit]) -> str:
+def _ask_next(fits: Sequence[Fit], limits: Sequence[Limit], axis: str) -> str:
     """Return what to ask next: a maximum only the predictor knows, or the most informative length; "" for neither."""
+    name = {"seq_len": "seq_len (or micro_batch)", own_axis.SAMPLES: "micro_batch"}.get(axis, axis)
     if any(limit.remark == EDGE for limit in limits):
-        return "Find the maximum with vramsweep predict --largest seq_len (or micro_batch) and the same settings."
+        verb = "predict" if axis in ("seq_len", own_axis.SAMPLES) else "run"
+        return f"Find the maximum with vramsweep {verb} --largest {name} and the same settings."
     known = [fit for fit in fits if fit.metric.memory and fit.next_x is not None]
-    return f"Measure seq_len={known[0].next_x}; it improves the fit of {known[0].metric.label} most." if known else ""
+    of = name.partition(" ")[0]
+    return f"Measure {of}={known[0].next_x}; it improves the fit of {known[0].metric.label} most." if known else ""
 
 
 def _led(found: list[Group], by: Group) -> list[Group]:

@@ -197,6 +197,8 @@ def row_data(table: Table, picker: Picker) -> dict[str, Any]:
         "trial": [escape_text(str(one)) for one in frame["trial_id"].fillna("–")],
         "group": [int(one) for one in picker.of_row[: len(frame)]],
         "labels": [escape_text(label) for label in picker.labels],
+        "axis": "length" if table.axis == "seq_len" else table.axis,
+        "rate": "tokens/s" if table.tokens else "samples/s",
         "length": _numbers(frame["seq_len"]),
         "batch": _numbers(frame["micro_batch"]),
         "allocated": _numbers(frame["peak_allocated_bytes"]),

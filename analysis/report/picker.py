@@ -103,4 +103,4 @@ def claim_of(column: str) -> str | None:
     """Return the kind of number in a column of a report's table, by its unit or name; None if no flag is about it."""
     if "GiB" in column or "MiB" in column or column in METRICS:
         return "memory"
-    return "speed" if "tokens/s" in column else None
+    return "speed" if "tokens/s" in column or "samples/s" in column else None

@@ -16,6 +16,7 @@ from vramsweep.analysis.data.groups import OPTIONS, Group, groups, label
 from vramsweep.analysis.data.load import EXTRA, Table
 from vramsweep.analysis.data.warnings_of_rows import left_out, records
 from vramsweep.analysis.report.findings import name_source, values
+from vramsweep.analysis.report.own_axis import LENGTHS, SAMPLES, reword
 from vramsweep.analysis.report.picker import order
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.units import format_size
@@ -54,7 +55,12 @@ def summary(table: Table, beyond: str = "") -> Summary:
     """Return what the rows come to; `beyond` is what a curve says of lengths that were not tried."""
     axis = result_table.choose_axis(records(table.frame[["seq_len", "micro_batch"]]))
     found = groups(table, axis)
-    frames = [group.take(*result_table.COLUMNS) for group in found[:LOOKED]]
+    frames = [
+        group.take(*result_table.COLUMNS, *table.frame.columns.intersection([LENGTHS])) for group in found[:LOOKED]
+    ]
+    if table.axis != "seq_len":
+        axis = "micro_batch" if table.axis == SAMPLES else OPTIONS + table.axis
+        frames = [one.assign(**{axis: one["seq_len"], "seq_len": one[LENGTHS]}) for one in frames]
     lines = [
         result_table.summarize_rows(
             group.label, records(frame), axis, predicted=_predicted(group), resident=group.resident,
@@ -72,7 +78,7 @@ def summary(table: Table, beyond: str = "") -> Summary:
         beyond = "The model has no more positions."
     findings = [*_fits(lines, axis, frames, beyond), *_changes(found, frames, axis)]
     findings += [*_fastest(lines), *_waste(lines)]
-    return Summary(_title(table), axis, tuple(shown), len(found) - len(lines), tuple(findings[:3]))
+    return Summary(_title(table), axis, tuple(shown), len(found) - len(lines), tuple(reword(findings[:3], table)))
 
 
 def text(found: Summary, width: int) -> str:
@@ -120,7 +126,7 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyo
     known = [line for line in lines if line.fits is not None and line.tried is not None]
     if (best := max(known, key=lambda line: line.fits or 0, default=None)) is None:
         return []
-    unit = UNITS[axis]
+    unit = UNITS.get(axis, "tokens")
     predicted = " (predicted)" if all(line.predicted for line in known) else ""
     nothing = sum(line.fits == 0 for line in known)
     if not best.fits:

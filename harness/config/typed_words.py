@@ -69,7 +69,7 @@ def understand(
     pairs = [pair for pair in pairs if pair[0] not in left]
     line = Line(parser, own, [word for word, setting in pairs if setting], closed)
     read = _leave_out([(word, _read(word, line) if setting else [word]) for word, setting in pairs])
-    words = [spell_range(one) for _, now in read for one in now]
+    words = [spell_range(one, own) for _, now in read for one in now]
     notes = [note for word, now in read for note in _notes(word, " ".join(now))]
     names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in left))
     notes += [f"left out, because memory and speed of a step do not depend on them: {names}"] * bool(left)
@@ -278,10 +278,12 @@ def _notes(word: str, now: str) -> Iterator[str]:
         yield f"{word} is read as {now}{', on each GPU' if now.startswith('micro_batch=') else more}"
 
 
-def spell_range(word: str) -> str:
-    """Return a word with ranges in Hydra's spelling; others unchanged. Raises UserError for an invalid range."""
+def spell_range(word: str, own: Collection[str] = ()) -> str:
+    """Return a word with ranges in Hydra's spelling; others unchanged. Names of a command's `own` settings may have
+    ranges too. Raises UserError for an invalid range."""
     key, _, text = word.partition("=")
-    items, whole = [item.strip() for item in split_values(text)], key in whole_numbers()
+    items = [item.strip() for item in split_values(text)]
+    whole = key in whole_numbers() or (key in own and all(map(_SPAN.fullmatch, items)))
     spans = [item for item in items if _SPAN.fullmatch(item) or (whole and (".." in item or _FUNCTION.fullmatch(item)))]
     if not spans or (len(items) == 1 and _FUNCTION.fullmatch(items[0])):
         return word

@@ -22,7 +22,7 @@ from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search.bisection import Bisection, Edge, Kind, Probe, most_trials
 from vramsweep.harness.sweep import plan
-from vramsweep.harness.sweep.labels import Labels
+from vramsweep.harness.sweep.labels import OPTIONS, Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.resume import refuse_links, reject_too_many_ranks
 from vramsweep.harness.sweep.session import Session
@@ -134,7 +134,11 @@ def plan_search(
     """
 
     def at(config: Mapping[str, Any], value: int) -> Planned:
-        return plan.expand_trials([{**config, axis: value}], 1)[0][0]
+        if not axis.startswith(OPTIONS):
+            return plan.expand_trials([{**config, axis: value}], 1)[0][0]
+        runner = config["runner"]
+        options = {**runner["options"], axis.removeprefix(OPTIONS): str(value)}
+        return plan.expand_trials([{**config, "runner": {**runner, "options": options}}], 1)[0][0]
 
     def count(config: Mapping[str, Any]) -> int:
         """Return how many values there are before the first that is no trial."""
@@ -180,6 +184,8 @@ def predicted(before: SearchPlan, answer: largest_prediction.Answer, margin: flo
 def _predictable(item: Planned, settings: Settings) -> tuple[Planned | None, str | None]:
     """Return the trial on the GPU to predict for (another one if `predict` names it), or why there is none."""
     assert item.trial is not None
+    if item.trial.runner.command is not None:  # each value is a trace of its own
+        return None, None
     if settings.predict is False:
         return None, "predict=false"
     device = item.trial.device.name
@@ -204,13 +210,17 @@ def show(searches: Sequence[Search], axis: str, as_json: bool) -> int:
         print(json.dumps([_plain(one, edge, axis) for one, edge in edges]))
         return status
     console = Console()
-    sides = (f"largest {axis} that fits", "smallest that does not", "trials")
+    called = axis.replace(OPTIONS, "") + "=" * axis.startswith(OPTIONS)
+    sides = (f"largest {called} that fits", "smallest that does not", "trials")
     table = make_table(("configuration", *sides, "predicted", "confirmed"), numbers=sides)
     for one, edge in edges:
         nothing = "unknown" if edge.unknown or _cannot(edge) else "none"
         table.add_row(one.ahead.label, f"{edge.largest:,}" if edge.largest is not None else nothing, _smallest(edge),
                       str(one.trials()), _predicted(one.ahead), "yes" if edge.confirmed else "no")  # fmt: skip
     console.print(table)
+    for one, edge in edges if axis.startswith(OPTIONS) else ():
+        found = edge.largest or ("unknown" if edge.unknown else "none")
+        console.print(f"{one.ahead.label}: the largest {called} that fits is {found}")
     for line in (f"{one.ahead.label}: {line}" for one, edge in edges for line in remarks(one.ahead, edge)):
         console.print(line)
     return status

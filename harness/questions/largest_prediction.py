@@ -20,6 +20,7 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep import row_builder
 from vramsweep.harness.sweep.batch_prediction import FOLDER
+from vramsweep.harness.sweep.labels import OPTIONS
 from vramsweep.harness.sweep.plan import Planned, Settings
 
 NAMED = ("model", "runner", "allocator", "simulated_gpu")
@@ -100,8 +101,11 @@ def _attempted(
 def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> tuple[str | None, Sequence[int]]:
     """Return why there is nothing to try, and the values to try: those asked for, or all that the model takes."""
     if length_distribution.names_lengths(trial.data) or trial.runner.command is not None:
-        what = f"data={trial.data}" if trial.runner.command is None else "a command"
-        return f"no formula gives the maximum for {what}; predict its trials instead: {axis}=512,1024,...", ()
+        way = f"data={trial.data}; predict its trials instead: {axis}=512,1024,..."
+        way = (
+            f"a command; try its values: vramsweep run --largest {axis} ... -- COMMAND" if trial.runner.command else way
+        )
+        return f"no formula gives the maximum for {way}", ()
     positions = trial.model.max_positions if axis == "seq_len" else MOST_BATCH
     if values is None and positions is None:
         return f"the number of positions of {trial.model.name} is unknown; give {axis}=1..8192", ()
@@ -117,7 +121,8 @@ def label(item: Planned, axis: str) -> str:
     if trial is None:
         known = row_builder.axis_columns(item)
         return " · ".join(str(known[name]) for name in NAMED if known.get(name) is not None)
-    field = {"seq_len": f"seq {trial.seq_len}", "micro_batch": f"batch {trial.micro_batch}"}[axis]
-    parts = [part for part in describe_trial(trial).split(" · ") if part != field]
+    field = {"seq_len": f"seq {trial.seq_len}", "micro_batch": f"batch {trial.micro_batch}"}.get(axis)
+    own = f"{axis.removeprefix(OPTIONS)}="
+    parts = [part for part in describe_trial(trial).split(" · ") if part != field and not part.startswith(own)]
     card = [str(trial.device.gpu)] if trial.device.name == "simulated" else []
     return " · ".join([*parts, *([trial.allocator.name] if not trial.allocator.conf else []), *card])

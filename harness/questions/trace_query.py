@@ -204,7 +204,8 @@ def read_timelines(folder: Path, ids: Sequence[str], trace: bool) -> list[Record
                 _keep(folder, own[i][0], answer)
             found[i] = answer
     pairs = ((*of, one) for of, one in zip(own, found, strict=True) if one is not None)
-    return [{"trial_id": r["trial_id"], "about": describe_trial(t), "timeline": one} for r, t, one in pairs]
+    told = ((r["trial_id"], describe_trial(t) | {"seq_len": r["seq_len"]}, one) for r, t, one in pairs)
+    return [{"trial_id": trial_id, "about": about, "timeline": one} for trial_id, about, one in told]
 
 
 def _timeline_path(folder: Path, row: Row) -> Path:

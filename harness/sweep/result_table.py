@@ -4,6 +4,7 @@ It is made from rows alone, so that predictions (harness/verbs/predict.py) and r
 one table. – means unknown.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,6 +17,7 @@ from vramsweep.harness.messages.console import make_table
 from vramsweep.harness.messages.units import choose_unit, format_estimate, format_in
 from vramsweep.harness.rows.schema import Outcome
 from vramsweep.harness.spec.fit_text import bound_reserved
+from vramsweep.harness.sweep.labels import OPTIONS
 
 MIB = 1 << 20
 LABEL = 16  # columns of a terminal for a configuration's label, at least
@@ -33,6 +35,8 @@ MARKS = {
     "≤": "≤ estimate of the highest possible speed (roofline), not measured",
     "~": "~ a smaller one did not fit",
 }
+# The words of an axis: one value, the smallest, the largest. An option of the user's own is called by its name.
+WORDS = {"seq_len": ("length", "shortest", "longest"), "micro_batch": ("batch", "smallest", "largest")}
 COLUMNS = ("outcome", "seq_len", "micro_batch", *PEAKS, *SPEEDS, SAMPLES, MOST, NEEDS)
 
 
@@ -46,6 +50,7 @@ class Line:
     would reserve. `mib_per_token` is the growth of peak allocated, in MiB, per token of a rank's micro-batch
     (micro_batch x seq_len), over the upper half of what fitted. Speeds are those of the largest that fits. `estimated`
     is the mark (`MARKS`) of a speed that was not timed, "" of one that was. `most` is the longest that the model takes.
+    Without `tokens`, `mib_per_token` is per sample, and with an option as axis per one of it.
     """
 
     label: str
@@ -65,12 +70,48 @@ class Line:
     samples_per_s: float | None = None
     rows: int = 0
     most: int | None = None
+    tokens: bool = True
 
 
 def choose_axis(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the axis of a sweep: the batch if it varies and the length does not, or if the length is unknown."""
-    lengths, batches = (len({row[name] for row in rows} - {None}) for name in ("seq_len", "micro_batch"))
+    """Return the axis of a sweep: the batch if it varies and the length does not, or if the length is unknown.
+
+    A whole number among the options of a command (columns `runner.options.NAME`, see `add_options`) comes first if it
+    varies and no length or batch varies without it. If several do, it is the one with most values.
+    """
+    options = {key: {row.get(key) for row in rows} for row in rows for key in row if key.startswith(OPTIONS)}
+    for key in sorted(options, key=lambda one: -len(options[one])):
+        if len(options[key]) > 1 and all(map(is_number, options[key])) and _follow(rows, key):
+            return key
+    lengths, batches = (len({row[name] for row in rows} - {None}) for name in WORDS)
     return "micro_batch" if (batches > 1 and lengths < 2) or not lengths else "seq_len"
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of an option, as typed, is a whole number from 1."""
+    return value is not None and bool(re.fullmatch("0*[1-9][0-9]*", str(value)))
+
+
+def _follow(rows: Sequence[Mapping[str, Any]], key: str) -> bool:
+    """Return whether the rows of each value have one length and one batch, or unknown ones."""
+    known = {(row[key], name, row[name]) for row in rows for name in WORDS if row[name] is not None}
+    return len(known) == len({one[:2] for one in known})
+
+
+def add_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its command's options as columns `runner.options.NAME`, whole numbers as such."""
+    options = ((row.get("trial") or {}).get("runner") or {}).get("options") or {}
+    return {OPTIONS + name: int(one) if is_number(one) else one for name, one in options.items()} | {**row}
+
+
+def name_axis(axis: str) -> tuple[str, str, str]:
+    """Return the words for one value of an axis, the smallest and the largest."""
+    return WORDS.get(axis, (f"{axis.removeprefix(OPTIONS)}=", "smallest", "largest"))
+
+
+def has_tokens(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether any of the rows has a length in tokens: a length of 1 is that of samples without tokens."""
+    return any(row["seq_len"] not in (None, 1) for row in rows)
 
 
 def summarize_rows(
@@ -112,6 +153,7 @@ def summarize_rows(
         _median(row[SAMPLES] for row in at),
         len(rows),
         most if axis == "seq_len" else None,
+        has_tokens(rows),
     )
 
 
@@ -122,24 +164,26 @@ def make_result_table(
 
     `more` configurations are not among the lines.
     """
-    what, narrow = {"seq_len": "length", "micro_batch": "batch"}[axis], width < NARROW
-    longest, first = {"seq_len": "longest", "micro_batch": "largest"}[axis], f"first {what}\nthat does not"
-    speeds = {"tokens/s": [line.tokens_per_s for line in lines], "samples/s": [line.samples_per_s for line in lines]}
-    speed = "samples/s" if not any(speeds["tokens/s"]) and any(speeds["samples/s"]) else "tokens/s"
+    (what, _, longest), narrow = name_axis(axis), width < NARROW
+    tokens, first = any(line.tokens for line in lines) or not lines, f"first {what}\nthat does not"
+    per = f"MiB per\n{_unit(axis, tokens)}"
+    samples = [line.samples_per_s or (None if tokens else line.tokens_per_s) for line in lines]
+    speeds = {"tokens/s": [line.tokens_per_s for line in lines], "samples/s": samples}
+    speed = "tokens/s" if tokens and (any(speeds["tokens/s"]) or not any(speeds["samples/s"])) else "samples/s"
     unit = choose_unit(max((line.peak_bytes or line.needs_bytes or 0 for line in lines), default=0))
     peak = f"peak\n{unit}"
     columns = {
-        f"{longest}\nthat fits": [_fits(line, longest, narrow) for line in lines],
+        f"{longest}{'' if axis in WORDS else f' {what}'}\nthat fits": [_fits(line, longest, narrow) for line in lines],
         peak: [_peaks(line, unit) for line in lines],
         first: [_digits(line.fails) for line in lines],
-        "MiB per\ntoken": [_digits(line.mib_per_token and max(line.mib_per_token, 0.0)) for line in lines],
+        per: [_digits(line.mib_per_token and max(line.mib_per_token, 0.0)) for line in lines],
         speed: [_speed(value, line.estimated) for value, line in zip(speeds[speed], lines, strict=True)],
         "rows": [f"{line.rows:,}" for line in lines],
     }
     columns = {head: cells for head, cells in columns.items() if set(cells) != {"–"} or head in (peak, speed)}
     widths = {head: 1 + max(map(len, (*head.split("\n"), *cells)), default=0) for head, cells in columns.items()}
     wanted = max((len(line.label) for line in lines), default=LABEL)
-    for head in ("rows", "MiB per\ntoken", first):  # left out first if the terminal is too narrow
+    for head in ("rows", per, first):  # left out first if the terminal is too narrow
         if width - sum(widths[one] for one in columns) - 1 < min(wanted, 2 * LABEL):
             columns.pop(head, None)
     room = max(width - sum(widths[one] for one in columns) - 1, LABEL)
@@ -158,11 +202,12 @@ def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[st
         yield f"and {more:,} more in the report"
     unit = next(head for head in columns if head.startswith("peak")).split()[1]
     known = dict.fromkeys(line.peak.removesuffix("_bytes").replace("_", " ") for line in lines if line.peak)
-    smallest, longest = {"seq_len": ("shortest", "longest"), "micro_batch": ("smallest", "largest")}[axis]
+    _, smallest, longest = name_axis(axis)
     of = f", at the {smallest} and the {longest} that fits" * any(" to " in _peaks(line, unit) for line in lines)
     told = [f"peak {unit}: {' or '.join(known)} per GPU{of}"] if known else []
-    if lines and "MiB per\ntoken" in columns:
-        told.append("MiB per token: growth of memory per token of micro_batch x seq_len")
+    per = next((head.removeprefix("MiB per\n") for head in columns if head.startswith("MiB per")), None)
+    if lines and per:
+        told.append(f"MiB per {per}: growth of memory per {per}{' of micro_batch x seq_len' * (per == 'token')}")
     if narrow and any(" or more" in _fits(line, longest, narrow) for line in lines):
         told.append(f"or more: even the {longest} that was tried fits")
     if any(_fits(line, longest, narrow).endswith(" (all)") for line in lines):
@@ -195,6 +240,11 @@ def _speed(value: float | None, mark: str) -> str:
     return f"{mark} {format_estimate(value)}" if mark else f"{value:,.{0 if value >= 100 else 1}f}"
 
 
+def _unit(axis: str, tokens: bool) -> str:
+    """Return what memory grows with, of which there is one."""
+    return axis.removeprefix(OPTIONS).removesuffix("s") if axis not in WORDS else "token" if tokens else "sample"
+
+
 def _digits(value: float | None) -> str:
     """Format a number with three digits; from 100 on, with all digits before the point."""
     return "–" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -215,12 +265,12 @@ def _grow_per_token(ran: Sequence[Mapping[str, Any]], axis: str, resident: bool)
     base = _first_known(ran, GROWN)
     if base is None or (base == "peak_reserved_bytes" and resident):
         return None
-    other = "micro_batch" if axis == "seq_len" else "seq_len"
-    known = [row for row in ran if row[base] is not None and row[other] is not None]
+    other = "micro_batch" if axis == "seq_len" else "seq_len" if axis in WORDS and has_tokens(ran) else None
+    known = [row for row in ran if row[base] is not None and (other is None or row[other] is not None)]
     if len(sizes := sorted({row[axis] for row in known})) < 2:
         return None
     high = sizes[-1]
     low = max((size for size in sizes if size <= high / 2), default=sizes[-2])
     at = [median(row[base] for row in known if row[axis] == size) for size in (low, high)]
-    tokens = (high - low) * median(row[other] for row in known)
+    tokens = (high - low) * (median(row[other] for row in known) if other else 1)
     return float((at[1] - at[0]) / tokens / MIB)

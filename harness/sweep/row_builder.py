@@ -49,7 +49,9 @@ def process_columns(done: AttemptResult, environ: Mapping[str, str], gpu_name: s
     evidence = done.evidence
     found: Row = {"environment": worker_environment.recorded_variables(environ)}
     filled: Row = (evidence.result or {}).get("values", {})  # the parent may know what the worker does not
-    found |= {name: value for name, value in filled.items() if value is not None}
+    found |= {
+        name: value for name, value in filled.items() if value is not None or name == "seq_len"
+    }  # of images: null
     found |= {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
     found |= {"isolation": done.isolation, "cold_reason": done.cold_reason}
     found["gpu_name"] = gpu_name or found.get("gpu_name")  # with several GPUs, the system is the first one's

@@ -18,7 +18,6 @@ from vramsweep.harness.questions import largest_prediction
 from vramsweep.harness.questions.fit_prediction import find_need
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import fit_text
-from vramsweep.harness.spec.command_template import unseen_settings
 from vramsweep.harness.spec.not_covered import EAGER, describe
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import result_table
@@ -39,6 +38,7 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
     if not answered:
         return False
     console = Console()
+    answered = [(item, result_table.add_options(row)) for item, row in answered]
     axis = result_table.choose_axis([row for _, row in answered])
     named = Labels(planned, (axis, *WITHIN))
     configurations: dict[str, list[Row]] = {}
@@ -54,13 +54,15 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         most = {name: trial.model.max_positions for name, trial in known if trial is not None}
         summarize = partial(result_table.summarize_rows, axis=axis, predicted=True)
         lines = [summarize(name, own, most=most.get(name)) for name, own in ordered]
-        common = " · ".join(part for part in describe_common(planned).split(" · ") if part not in UNSAID)
+        unit = "tokens" if result_table.has_tokens([row for _, row in answered]) else "samples"
+        parts = [part for part in describe_common(planned).split(" · ") if part not in UNSAID]
+        common = " · ".join(part for part in parts if unit == "tokens" or not part.startswith("seq "))
         table, notes = result_table.make_result_table(lines, axis, console.width)
         codes = dict.fromkeys(code for _, row in answered for code in row["not_covered"] or ())
         console.print(f"\n{common}, predicted" + f" without {describe(EAGER)}" * (EAGER in codes) + "\n")
         console.print(table)
         trials = [item.trial for item, _ in answered if item.trial is not None]
-        notes += ["tokens/s: of all GPUs together"] * any(trial.world_size > 1 for trial in trials)
+        notes += [f"{unit}/s: of all GPUs together"] * any(trial.world_size > 1 for trial in trials)
         several = [one for one in answered if one[0].trial is not None and one[0].trial.world_size > 1]
         free = min((free for one in several if (free := _find_free(*one)) is not None), default=None)
         left_out = (text for trial in trials for text in fit_text.list_exclusions(trial, free))
@@ -92,7 +94,8 @@ def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
         yield f"  cannot run: {row['reason']}"
         return
     codes = row["not_covered"] or ()
-    yield f"{fit_text.describe_run(trial)}, predicted" + f" without {describe(EAGER)}" * (EAGER in codes)
+    length = "seq_len" if row["seq_len"] is None else ""  # images have none
+    yield f"{fit_text.describe_run(trial, length)}, predicted" + f" without {describe(EAGER)}" * (EAGER in codes)
     yield f"  {_verdict(trial, row)}"
     if row["outcome"] not in (Outcome.OK, *FULL):
         return
@@ -129,9 +132,10 @@ def _find_free(item: Planned, row: Row) -> int | None:
 def _speed(trial: Trial, row: Row) -> str | None:
     of = f" of all {trial.world_size} GPUs together" if trial.world_size > 1 else ""
     fits = "" if row["outcome"] == Outcome.OK else " if it had enough memory"
+    unit = "samples" if row["seq_len"] in (None, 1) else "tokens"
     for name, sure in (("calibrated_tokens_per_s", "about"), ("estimated_tokens_per_s", "at most")):
         if row[name] is not None:
-            return f"speed: {sure} {format_estimate(row[name])} tokens/s{of}{fits}; an estimate, not measured"
+            return f"speed: {sure} {format_estimate(row[name])} {unit}/s{of}{fits}; an estimate, not measured"
     return next((note for note in row["notes"] or () if note.startswith("no estimated times")), None)
 
 
@@ -144,7 +148,8 @@ def suggest_next(answered: Sequence[tuple[Planned, Row]], words: Sequence[str]) 
     item = min(full, key=itemgetter(0))[1] if full else max(known, key=itemgetter(0))[1]
     if (spelled := name_trial(item, words)) is None or item.trial is None:
         return {}
-    batches = result_table.choose_axis([row for _, row in answered]) == "micro_batch" and len(answered) > 1
+    rows = [row for _, row in answered]
+    batches = result_table.choose_axis(rows) == "micro_batch" and (len(rows) > 1 or not result_table.has_tokens(rows))
     axis, what = ("micro_batch", "the largest batch") if batches else ("seq_len", "the longest sequence")
     without = [word for word in spelled if not word.startswith(f"{axis}=")]
     more = [] if batches or item.trial.model.max_positions else ["seq_len=1..8192"]
@@ -176,10 +181,8 @@ def name_trial(item: Planned, words: Sequence[str]) -> list[str] | None:
 
 def describe_largest(item: Planned, found: largest_prediction.Answer, axis: str, last: int | None) -> Iterator[str]:
     """Yield the lines of one trial's largest length or batch that fits; `last` is the largest that was requested."""
-    what = {"seq_len": ("longest sequence", "tokens"), "micro_batch": ("largest batch", "sequences per GPU")}[axis]
+    what = {"seq_len": ("longest sequence", "tokens"), "micro_batch": ("largest batch", "samples per GPU")}[axis]
     trial = item.trial
-    if trial is not None and trial.runner.command is not None and "seq_len" in unseen_settings(trial):
-        what = what[0], "samples per GPU"
     yield "" if trial is None else f"{fit_text.describe_run(trial, axis)}, predicted"
     if trial is None or found["largest"] is None:
         unknown = "unknown" if found["unanswered"] and not found["looked_at"] else "none"

@@ -9,12 +9,14 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 
-from vramsweep.harness.config import compose, overrides
+from vramsweep.harness.config import compose, overrides, typed_words
 from vramsweep.harness.config.hydra_values import QUOTED, split_values, value
 from vramsweep.harness.files import redaction
 from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.questions.largest_prediction import MOST_BATCH
 from vramsweep.harness.spec import command_template
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import plan
@@ -33,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     if not command:
         what = "no command follows --" if dashes else "the command must follow --"
         raise UserError(f"{what}, as in: vramsweep run seq_len=512,1024 -- python train.py --max_len {{seq_len}}")
+    if options.largest is not None:
+        rest = ["sweep=frontier", *_search(rest, options.largest)]
     given = words(rest, command)
     if options.dry_run:
         with tempfile.TemporaryDirectory() as place:  # because Hydra writes there in any case
@@ -91,6 +95,15 @@ def _wrong(
             )
         if name == "model" or (name.startswith("model.") and name != "model.name"):
             yield f"{word} does not reach the command, which builds its own model; use another name and a placeholder"
+
+
+def _search(before: Sequence[str], name: str) -> Iterator[str]:
+    """Yield the words with the range of the setting to search, as Hydra reads it. Raises UserError for no numbers."""
+    given = [word for word in before if word.partition("=")[0] == name]
+    numbers = typed_words.list_numbers(given[-1] if given else f"{name}=1..{MOST_BATCH}")
+    steps = {b - a for a, b in pairwise(numbers)}
+    yield from (word for word in before if word not in given)
+    yield f"{name}=range({numbers[0]},{numbers[-1] + 1},{steps.pop() if len(steps) == 1 else 1})"
 
 
 def _option(word: str) -> str:

@@ -18,6 +18,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import edge_search
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.search.strategy import drive
+from vramsweep.harness.sweep.labels import OPTIONS
 
 if TYPE_CHECKING:
     from vramsweep.harness.config.compose import HydraTask
@@ -51,9 +52,10 @@ class FrontierSweeper(VramsweepSweeper):
         axis = _axis(overrides)
         values = _values(axis)
         name = axis.key_or_group
+        word = f"+{name}='{{}}'" if name.startswith(OPTIONS) else f"{name}={{}}"
         others = [one for one in overrides if one.key_or_group != name]
         settings = [words for batch in self.split_arguments(others, None) for words in batch]
-        jobs = launcher.compose([[*words, f"{name}={values[0]}"] for words in settings])
+        jobs = launcher.compose([[*words, word.format(values[0])] for words in settings])
         task: HydraTask = launcher.task
         if task.of_cases:
             raise UserError("a preset with cases runs as a whole; hydra/sweeper=frontier needs one without cases")
@@ -64,7 +66,7 @@ class FrontierSweeper(VramsweepSweeper):
         returns: list[Any] = []
 
         def launch(asked: Mapping[int, list[int]]) -> dict[int, dict[int, Row]]:
-            batch = [[*settings[n], f"{name}={value}"] for n, [value] in asked.items()]
+            batch = [[*settings[n], word.format(value)] for n, [value] in asked.items()]
             returns.append(launcher.launch(batch, initial_job_idx=sum(map(len, returns))))
             rows = [done.return_value for done in returns[-1]]  # None if it is only planned
             points = zip(asked.items(), rows, strict=True)
@@ -76,8 +78,8 @@ class FrontierSweeper(VramsweepSweeper):
 
 
 def _axis(overrides: list[Override]) -> Override:
-    """Return the override to search: edge_of=, else the length or batch with a range. Raises UserError if unclear."""
-    last = {one.key_or_group: one for one in overrides if one.key_or_group in FREE}
+    """Return the override to search: edge_of=, or a length, batch or option with a range. Raises UserError."""
+    last = {one.key_or_group: one for one in overrides if one.key_or_group in FREE or _ranged(one)}
     swept = {key: one for key, one in last.items() if one.is_sweep_override()}
     named = [one for one in overrides if one.key_or_group == "edge_of"]
     if named and named[-1].value() is not None:
@@ -95,7 +97,8 @@ def _axis(overrides: list[Override]) -> Override:
 
 
 def _ranged(override: Override) -> bool:
-    return override.key_or_group in FREE and isinstance(override._value, RangeSweep)
+    key = override.key_or_group
+    return (key in FREE or key.startswith(OPTIONS)) and isinstance(override._value, RangeSweep)
 
 
 def _values(axis: Override) -> list[int]:

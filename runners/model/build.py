@@ -281,7 +281,8 @@ def data(trial: Trial) -> Data:
             raise InvalidTrial(f"model {trial.model.name}: no batch is made for its configuration: {error}") from None
         if trial.precision in BF16_WEIGHTS:
             sample = {key: one.bfloat16() if one.is_floating_point() else one for key, one in sample.items()}
-        unknown = () if "input_ids" in sample else ("padding_fraction", *OF_TOKENS)
+        unknown = [] if "input_ids" in sample else ["padding_fraction", *OF_TOKENS]
+        unknown += ["seq_len"] * (bool(unknown) and sample["labels"].ndim == 0)  # an image has no length
         return Data([sample] * POOL, {"padding_fraction": 0.0} | dict.fromkeys(unknown), trial.device.name == "cuda")
     if length_distribution.names_lengths(trial.data):
         return _of_lengths(trial)

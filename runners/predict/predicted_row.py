@@ -66,6 +66,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     phases = predicted.phases if full is None else predicted.phases[: full + 1]
     known = static_columns(trial, trace_basis, host, details)
     estimated, untimed = speed(trial, trace, card)
+    estimated = {name: details.get(name, value) for name, value in estimated.items()}  # null without tokens
     if full is not None or predicted.refused is not None:
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
         known |= estimated | {"unlimited_peak_reserved_bytes": whole.peak["reserved"], "notes": details.get("notes")}
@@ -75,7 +76,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     if predicted.refused is not None:
         known |= oom_columns(predicted.refused)
         asked = describe_storage(trace, predicted.refused.storage, predicted.refused.mark)
-        text = f"{refused_text(predicted.refused, asked, trial, whole)}; {_would_fit(trial, whole, limit)}"
+        text = f"{refused_text(predicted.refused, asked, trial, whole)}; {_would_fit(trial, whole, limit, details)}"
         return Predicted(known, phases, SimulatedOutOfMemoryError(text, known))
     grown = None if "step_growth_bytes" in details else growth(trace)  # set if steps are not alike
     found = columns(predicted) | upper_bounds(trace, config, limit) | estimated | details | known
@@ -101,6 +102,7 @@ def static_columns(trial: Trial, trace_basis: str, host: HostPrediction, details
         "not_covered": details.get("not_covered"),
         "trace_basis": trace_basis,
         **{name: details.get(name) for name in ("layers_traced", "differences")},
+        **{name: details[name] for name in ("seq_len",) if name in details},
         "deepspeed_version": machine.deepspeed_version(trial.sharding),
         "gpu_name": trial.device.card.name,
         "device_total_bytes": reported_bytes(trial.device.card),
@@ -285,9 +287,10 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
 LEFT_UNUSED = 0.15  # margin, because reserved bytes a token vary with the batch, by a sixth in the smallest models
 
 
-def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
+def _would_fit(trial: Trial, without_limit: Prediction, limit: int, details: Mapping[str, Any]) -> str:
     """Tell, for a row whose run does not fit, about how many tokens a pass could have, by proportion.
 
+    These are samples if `details` or a length of 1 say that samples have no tokens, and a share if neither is known.
     Activations, temporaries and reserved but unused memory are taken as proportional to tokens, all else as fixed.
     Memory of loading and the optimizer does not depend on tokens. Unused memory is proportional only roughly, so
     `LEFT_UNUSED` is subtracted to make the answer fit.
@@ -296,12 +299,15 @@ def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
     moving = without_limit.breakdown["activations"] + without_limit.breakdown["recomputed_activations"]
     moving += without_limit.breakdown["temporaries"] if still < without_limit.peak["allocated"] else 0
     fixed = max(still, without_limit.peak["allocated"] - moving)
-    tokens = trial.seq_len * trial.micro_batch
+    length, batch = (details.get(name, getattr(trial, name)) or 1 for name in ("seq_len", "micro_batch"))
+    every = length * batch
     grows = without_limit.peak["reserved"] - fixed
-    fitting = int((1 - LEFT_UNUSED) * (limit - fixed) * tokens / grows) if moving and grows > 0 else 0
-    if fitting < 1:
+    share = min(1.0, (1 - LEFT_UNUSED) * (limit - fixed) / grows) if moving and grows > 0 else 0.0
+    if every > 1 > share * every or share <= 0:
         return f"{format_gib(fixed)} GiB of it do not depend on length or batch (vramsweep advise finds what helps)"
-    return f"a pass of about {min(fitting, tokens):,} of its {tokens:,} tokens would fit, by proportion"
+    unit = "tokens" if length > 1 else "samples"
+    of = f"{int(share * every):,} of its {every:,} {unit}" if every > 1 else f"{share:.0%} of its size"
+    return f"a pass of about {of} would fit, by proportion"
 
 
 def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:

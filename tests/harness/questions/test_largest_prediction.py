@@ -62,7 +62,7 @@ def test_peaks_and_gaps_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert line in capsys.readouterr().out
     predict.show_edges([(planned(), FITS | {"all_up_to": None})], "micro_batch", as_json=False)
     printed = capsys.readouterr().out
-    assert "largest batch that fits: 8 sequences per GPU\n  all fit up to: none" in printed
+    assert "largest batch that fits: 8 samples per GPU\n  all fit up to: none" in printed
 
 
 class Answers(Still):
@@ -111,8 +111,13 @@ def test_what_cannot_be_asked_does_not_keep_others_from_an_answer(
 def test_lengths_that_vary_and_commands_are_refused() -> None:
     simulated = {"name": "simulated", "gpu": "l4-24gb"}
     script = {"name": "script", "command": "true {seq_len} {micro_batch}"}
-    for over in ({"data": "lengths:lognormal(64,1)"}, {"runner": script}):
+    way = "predict its trials instead: seq_len=512,1024,..."
+    ways = {
+        way: {"data": "lengths:lognormal(64,1)"},
+        "vramsweep run --largest seq_len ... -- COMMAND": {"runner": script},
+    }
+    for way, over in ways.items():
         reason, allowed = largest_prediction._within(
             trial_parser.parse(tiny(device=simulated, **over)), "seq_len", range(1, 9)
         )
-        assert not allowed and reason is not None and "predict its trials instead: seq_len=512,1024,..." in reason
+        assert not allowed and reason is not None and way in reason

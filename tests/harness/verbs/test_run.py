@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from conftest import cases, merged, refusal, source, tiny
 
+from vramsweep import __main__ as front_door
 from vramsweep.harness.config import compose
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import command_template, trial, trial_identity, trial_parser
@@ -183,3 +184,22 @@ def test_a_setting_that_the_command_is_not_told_is_refused(word: str) -> None:
 @pytest.mark.parametrize("words", [["seq_len=8"], ["seq_len=8", "--"]])
 def test_a_command_must_stand_behind_the_dashes(words: list[str]) -> None:
     assert "seq_len=512,1024 -- python train" in refusal(UserError, run.main, words)
+
+
+@pytest.mark.parametrize(("typed", "span"), [("n=1..64", "1,65,1"), ("n=8..32:8", "8,33,8"), ("n=2,3,9", "2,10,1")])
+def test_the_range_of_a_search_is_that_of_the_words(typed: str, span: str) -> None:
+    assert [*run._search([typed, "size=8"], "n")] == ["size=8", f"n=range({span})"]
+    assert [*run._search(["size=8"], "n")] == ["size=8", "n=range(1,4097,1)"]
+
+
+@pytest.mark.slow
+def test_the_largest_number_of_a_command_is_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of n is 1 GiB that the step holds; an A100 of 40 GiB leaves 38.7 to PyTorch."""
+    (here / "train.py").write_text(
+        "import sys, torch\nw = torch.nn.Linear(8, 8).cuda()\no = torch.optim.SGD(w.parameters(), 0.1)\n"
+        "for _ in range(9):\n    held = torch.empty(int(sys.argv[1]) << 30, dtype=torch.uint8, device='cuda')\n"
+        "    w(torch.ones(8, device='cuda')).sum().backward()\n    o.step()\n    o.zero_grad()\n    del held\n"
+    )
+    own = ("gpu=a100-40gb", "report=false", "n=32..47", "--", sys.executable, "train.py", "{n}")
+    assert front_door.main(["run", "--largest", "n", *own]) == 0
+    assert "the largest n= that fits is 38" in capsys.readouterr().out
