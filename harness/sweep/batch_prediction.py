@@ -109,7 +109,7 @@ def run(
         reason = outcome.classify(done.evidence)[1]
         why = f": {reason}" if reason else ""
         print(
-            f"{len(left)} of {len(items)} predictions could not be made together{why}; each runs by itself now "
+            f"{len(left)} of {len(items)} predictions need an attempt of their own{why}; each runs by itself now "
             f"({place / LOGS[1]} may say why)",
             file=sys.stderr,
         )

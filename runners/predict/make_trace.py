@@ -138,7 +138,8 @@ def trace_steps(trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: T
         ):
             runner.run(trial, torch.device("cpu"), meter, folder)
     except (fakes.DataDependentOutputException, fakes.DynamicOutputShapeException) as error:
-        raise InvalidTrial(UNPREDICTABLE["reads_value"].format(error.func)) from error
+        why = "packed" if "pack_padded_sequence" in str(error.func) else "reads_value"
+        raise InvalidTrial(UNPREDICTABLE[why].format(error.func)) from error
     except (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException, RuntimeError) as error:
         unsupported = isinstance(error, (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException))
         if "dummy base class" in str(error):  # a class that torch has only with CUDA, such as CUDAGraph

@@ -70,6 +70,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     if full is not None or predicted.refused is not None:
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
         known |= estimated | {"unlimited_peak_reserved_bytes": whole.peak["reserved"], "notes": details.get("notes")}
+        known["world_size"] = details.get("world_size", trial.world_size)
     if full is not None:
         text = _host_refused(trial, host, host.phases[full][0], known)
         return Predicted(known, phases, SimulatedHostOutOfMemoryError(text, known))

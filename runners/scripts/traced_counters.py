@@ -6,7 +6,11 @@ and the large pool are unknown, so `memory_stats` lacks them. The row's own peak
 """
 
 import collections
+import itertools
+import linecache
 import math
+import re
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +19,7 @@ import torch
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator
 from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure.patches import Replacement
 from vramsweep.runners.trace.step_tracer import Tracer
@@ -23,6 +28,9 @@ from vramsweep.runners.trace.trace_data import answers_of
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
 NUMBERS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
 SHARE = "the script's set_per_process_memory_fraction changes no prediction; set it in the allocator's setting instead"
+# as torch begins it (c10/cuda/CUDACachingAllocator.cpp)
+REFUSED = "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of {} GiB of which {} GiB is free."
+HANDLER = re.compile("OutOfMemoryError|out of memory")  # in the source of code that handles such an error
 
 
 class Counters:
@@ -34,21 +42,34 @@ class Counters:
         self.total = gpu_lookup.reported_bytes(card) or self._limit
         self._simulator = Simulator(allocator_config.parse(trial.allocator.conf), self._limit)
         self._done = self._taken = self._given = 0  # events; bytes allocated and freed since the last reset
+        self.refused = 0  # requests that failed and that the script handled
         self.notes: list[str] = []
         self.reads = 0
+        tracer.after_operator = self.follow
 
     def _now(self) -> Simulator:
-        """Return the simulator after all events of the trace so far."""
-        trace, simulator = self._trace, self._simulator
+        """Return the simulator after all events of the trace so far, as an answer to the script."""
         self.reads += 1
-        trace.answers = self._answers
+        self._trace.answers = self._answers
+        self.follow()
+        return self._simulator
+
+    def follow(self) -> None:
+        """Pass new events to the simulator. Raises torch.OutOfMemoryError as CUDA does, if a caller may handle it."""
+        trace, simulator, refused = self._trace, self._simulator, 0
+        if not self._done and _is_handled():
+            trace.answers = self._answers
         for event in trace.events[self._done :]:
             before = simulator.allocated
             if event > 0:
                 try:
                     simulator.malloc(event - 1, trace.sizes[event - 1], trace.streams[event - 1])
-                except OutOfMemory:  # the row will say so
-                    simulator.limit = None
+                except OutOfMemory:
+                    if _is_handled():  # the cache was emptied, and nothing was allocated
+                        refused, trace.sizes[event - 1] = trace.sizes[event - 1], 0
+                        trace.events.insert(trace.events.index(event), 0)
+                    else:  # the row will say so
+                        simulator.limit = None
                     simulator.malloc(event - 1, trace.sizes[event - 1], trace.streams[event - 1])
                 self._taken += simulator.allocated - before
             elif event:
@@ -57,7 +78,9 @@ class Counters:
             else:
                 simulator.empty_cache()
         self._done = len(trace.events)
-        return simulator
+        if refused:
+            self.refused += 1
+            raise torch.OutOfMemoryError(REFUSED.format(*map(format_gib, (refused, self.total, self._free()[0]))))
 
     def stats(self, *_args: Any, **_kwargs: Any) -> dict[str, float]:
         """Return what is known of `torch.cuda.memory_stats`, in bytes and numbers; the rest is nan."""
@@ -106,3 +129,11 @@ class Counters:
         }
         for owner in (torch.cuda, torch.cuda.memory, torch.accelerator, getattr(torch.accelerator, "memory", None)):
             yield from ((owner, name, answer) for name, answer in answers.items() if hasattr(owner, name))
+
+
+def _is_handled() -> bool:
+    """Return whether the source of a calling function's file, from the script on, names out-of-memory errors."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    called = itertools.takewhile(lambda frame: frame.f_globals["__name__"] != "runpy", frames)
+    files = {f.f_code.co_filename for f in called if not f.f_globals["__name__"].startswith(("torch.", "vramsweep."))}
+    return any(HANDLER.search("".join(linecache.getlines(file))) for file in files)

@@ -71,6 +71,7 @@ class Ranks(contextlib.ExitStack):
             "gather_object": lambda one, every=None, *_, **__: (
                 every and every.__setitem__(slice(None), [one] * len(every))
             ),
+            "scatter_object_list": lambda out, given=None, *_, **__: given and out.__setitem__(0, given[0]),
             "all_gather_object": lambda every, one, group=None: every.__setitem__(slice(None), [one] * len(every)),
         }
         for owner in (dist, distributed_c10d):

@@ -37,6 +37,7 @@ from vramsweep.harness.rows.schema import COLUMNS
 from vramsweep.harness.spec import command_template
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.harness.spec.trial_parser import require_unchanged_files
+from vramsweep.runners.measure import model_description
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.scripts.observation_files import WATCH
 from vramsweep.runners.scripts.observed_row import called_with, trained_elsewhere
@@ -110,9 +111,9 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         stack.enter_context(ranks)
         try:
             if file is not None:
-                runpy.run_path(file, run_name="__main__")
+                _left = runpy.run_path(file, run_name="__main__")
             else:
-                runpy.run_module(str(module), run_name="__main__", alter_sys=True)
+                _left = runpy.run_module(str(module), run_name="__main__", alter_sys=True)
         except _Over as end:
             if meter.tracer.trained == {"host"}:
                 raise trained_elsewhere(trial, "cpu") from None
@@ -121,7 +122,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             return
         except SystemExit as end:
             ended = "ended" if end.code is None else f"ended with {end.code!r}"
-        except (InvalidTrial, *_REFUSED):
+        except (InvalidTrial, torch.OutOfMemoryError, *_REFUSED):
             raise  # make_trace.py explains it
         except Exception as error:
             what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
@@ -134,6 +135,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             raise InvalidTrial(f"cannot be predicted, because the script fails{place} ({what}); {remedy}") from error
     if observer.problem is not None:
         raise RuntimeError(observer.problem)
+    if ended == "ended" and observer.saw_all():
+        return
     raise InvalidTrial(
         f"cannot be predicted, because the script {ended} after {observer.counts['steps']} optimizer steps; it "
         + "; ".join([f"needs {trial.steps() + 1}", *values.notes()])
@@ -149,10 +152,40 @@ class _Traced(Observer):
         super().__init__(folder)
         self.trial, self.traced, self.values, self.triton = trial, meter, values, triton
         self.counters, self.ranks_of, self.reads = counters, ranks, 0
+        self.described: dict[str, Any] = {}
+
+    def unevaluated(self) -> bool:
+        return not self.traced.tracer.trace.marks if self.meter is None else super().unevaluated()
+
+    def evaluates(self, module: torch.nn.Module) -> None:
+        if self.meter is None and any(one.is_cuda for one in module.parameters()):
+            self.built_before(module)  # unless a training begins later
+        super().evaluates(module)
+
+    def built_before(self, module: torch.nn.Module | None) -> None:
+        """End loading before this module's call."""
+        self.described = {} if module is None else model_description.script([module], [])
+        for book in self.traced.tracer.books:  # of an evaluation before the training
+            book.kept.marks.clear()
+        self.traced.built(self.describe)
+
+    def saw_all(self) -> bool:
+        """Return whether the script used the GPU without an optimizer step; then the trace has all that it did."""
+        tracer = self.traced.tracer
+        if self.counts["steps"] or not tracer.trace.sizes or tracer.trained == {"host"}:
+            return False
+        if not tracer.trace.marks:
+            self.built_before(None)
+        self.traced.mark("step")
+        self.built, unknown = self.described, dict.fromkeys(("step_growth_bytes", "plateau", *_TOKENS))
+        self.traced.details = (
+            (told := self.describe()) | unknown | {"notes": [*(told["notes"] or ()), NOTES["no_step"]]}
+        )
+        return True
 
     def begin(self, module: torch.nn.Module | None) -> None:
         self.meter = self.traced
-        self.traced.built(self.describe)
+        self.built_before(module)
         self.volume.begin_step()
         self.traced.step_begin()
 
@@ -195,6 +228,9 @@ class _Traced(Observer):
         if (known, batches) != ({(self.trial.micro_batch, self.trial.seq_len)}, {self.trial.grad_accum}):
             found |= dict.fromkeys(_TOKENS)
         notes = [*self.values.notes(), *self.counters.notes]
+        if self.counters.refused:
+            found["alloc_ooms"] = self.counters.refused
+            notes.append(NOTES["refused"].format(self.counters.refused))
         if self.triton.launches:
             notes.append(NOTES["triton"].format(self.triton.launches // self.trial.steps()))
         every = ", ".join(f"{b} x {n}" for b, n in sorted(seen))

@@ -22,8 +22,11 @@ MATMULS = {getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddb
 LAST_FIRST = {aten.native_dropout.default}
 # Outputs in host memory: the seed and the offset of dropout (Note [Seed and Offset Device] in aten)
 ON_HOST = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
-# Operators that run and allocate as several, but are one on a fake tensor (ATen/native/TensorCompare.cpp, isinf).
+
+# Operators that run and allocate as several, but are one on a fake tensor (ATen/native/TensorCompare.cpp, isinf;
+# ATen/native/cuda/IndexKernel.cpp, masked_select).
 IN_PARTS: dict[Any, Callable[..., Any]] = {aten.isinf.default: lambda values: values.abs() == math.inf}
+IN_PARTS[aten.masked_select.default] = lambda *both: (lambda one, mask: one[mask])(*torch.broadcast_tensors(*both))
 # Operators of libraries that choose their own scratch: cuDNN, cuFFT, cuSOLVER
 _OF_LIBRARIES = {
     getattr(aten, name).default

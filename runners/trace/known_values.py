@@ -73,14 +73,12 @@ class KnownValues:
             for tensor, one in zip(tree_iter(out), tree_iter(value), strict=False):
                 self.give(tensor, one)
 
-    def by_place(self, indices: Any) -> list[Any] | None:
-        """Return the indices with boolean masks as positions, as the GPU's kernels have them; None if not known."""
+    def by_place(self, indices: Any) -> list[Any]:
+        """Return the indices with boolean masks as positions, as the GPU's kernels have them."""
         found: list[Any] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
-            elif self.of(index) is None:
-                return None
             else:
                 found += torch.ops.aten.nonzero.default(index).unbind(1)
         return found

@@ -6,7 +6,7 @@ layers but the last. That is the lower bound traced here, and the trace says tha
 requests are those of aten/src/ATen/native/cudnn/RNN.cpp (_cudnn_rnn, _cudnn_rnn_backward). Cells of one step run
 torch's own kernels, so all that they allocate is known (aten/src/ATen/native/cuda/RNN.cu).
 
-Not covered: cuDNN's scratch, the state of dropout between layers, FLOPs of these layers.
+Not covered: cuDNN's scratch, the state of dropout between layers, launches of more than one kernel.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from vramsweep.harness.hardware.roofline import Work
+from vramsweep.runners.trace.operator_cost import KINDS
 from vramsweep.runners.trace.step_tracer import active
 
 aten = torch.ops.aten
@@ -63,6 +65,11 @@ def _layers(name: str, kept: int, packed: bool) -> Callable[..., Any]:
         hx, params, _, number, _, train, bidirectional, *batch_first = args[packed:]
         if (tracer := active()) is not None and not tracer.on_host(params[0]):
             tracer.leave_out(RECURRENT, name)
+            if tracer.in_last_step:  # each row meets each weight, and twice more for their gradients
+                weights = sum(one.numel() for one in params if one.dim() == 2)
+                flops = (6 if train else 2) * rows.shape[:-1].numel() * weights
+                tracer.trace.kernels.append((Work(KINDS.get(rows.dtype, str(rows.dtype)), flops, 0, 1), 1))
+                tracer.touched.append([])
         states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
         tensors = [rows, *states, *params]
         if torch.is_autocast_enabled("cpu"):  # _cudnn_rnn_cast_reflatten

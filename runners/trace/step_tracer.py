@@ -25,7 +25,7 @@ from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.runners.measure.dispatch_modes import sharded, storage_resizes, tensors_alive
 from vramsweep.runners.measure.model_description import look_at_gradients
 from vramsweep.runners.measure.patches import patched
-from vramsweep.runners.trace import cuda_allocations, fake_placement, trace_data
+from vramsweep.runners.trace import cuda_allocations, fake_placement, mask_counts, trace_data
 from vramsweep.runners.trace.cuda_allocations import Stepwise
 from vramsweep.runners.trace.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
 from vramsweep.runners.trace.operator_cost import C10D, Lists, collective, find_lists, work
@@ -36,6 +36,7 @@ from vramsweep.runners.trace.trace_data import AGAIN, Maker, Mark, Storages, Tra
 
 Place = Literal["card", "host"]
 SOME = 500  # operators, which take less than a second
+FEW_CHOICES = 4096
 # Modules that read norms and the loss scale. No memory depends on these values, so such a read returns 0.
 FRAMEWORKS = ("deepspeed.", "accelerate.", "torch.optim._adafactor.")
 
@@ -83,6 +84,7 @@ class Tracer(TorchDispatchMode):
         self.noting = False  # whether to record what streams do; needed only if something calls record_stream
         # called when a backward pass ends; returns tensors other than parameters and their gradients, by category
         self.held: Callable[[], dict[str, list[torch.Tensor]]] = dict
+        self.after_operator: Callable[[], None] = lambda: None  # may raise what the operator would
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
@@ -143,16 +145,24 @@ class Tracer(TorchDispatchMode):
         value = UNKNOWN if self.known is None else self.known.compute(func, args, kwargs)
         if value is not UNKNOWN and func in ASKS:
             out = tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), value)
-        elif self.known is not None and func in INDEXING:
+        elif self.known is not None and func is torch.ops.aten.nonzero.default:
+            count = mask_counts.count_selected(self, args[0])
+            out = torch.empty((count, args[0].dim()), dtype=torch.int64, device="cpu")
+            if count == args[0].numel() <= FEW_CHOICES:  # all, so their places are known: experts that get tokens
+                with unset_fake_temporarily():
+                    value = torch.ones(args[0].shape).nonzero()
+        elif self.known is not None and func in INDEXING and (len(args) < 3 or args[2].numel() != 1):  # else it fills
             with self:
                 at = self.known.by_place(args[1])
-            out = func(*args, **kwargs) if at is None else func(args[0], at, *args[2:], **kwargs)
+            out = func(args[0], at, *args[2:], **kwargs)
         else:
             out = func(*cuda_allocations.with_strides(func, args), **kwargs)
         if self.known is not None:
             self.known.keep(out, value)
+            mask_counts.note_share(self, func, args, kwargs, out)
         with torch._C.DisableTorchFunction():  # it only reads tensors, so other modes need not see it
             self._note_operator(func, args, kwargs, tensors, out)
+            self.after_operator()
         return out
 
     def _note_operator(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:

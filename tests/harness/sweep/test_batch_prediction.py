@@ -101,7 +101,7 @@ def test_what_a_crash_leaves_unanswered_is_run_alone_and_has_its_evidence(
     assert [row["outcome"] for row in rows] == ["ok", "crash", "ok"]
     assert [row["isolation"] for row in rows] == ["shared", "warm", "shared"]
     assert (rows[1]["exit_code"], rows[1]["attempt"]) == (-signal.SIGKILL, 1)
-    assert "1 of 3 predictions could not be made together" in capsys.readouterr().err
+    assert "1 of 3 predictions need an attempt of their own" in capsys.readouterr().err
     before = (tmp_path / "t" / "trials" / journal.NAME).read_bytes()
     run_sweep(*(target("killed_at_48", seq_len=n) for n in lengths), isolation="warm")
     assert (tmp_path / "t" / "trials" / journal.NAME).read_bytes() == before

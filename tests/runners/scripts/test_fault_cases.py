@@ -8,6 +8,7 @@ import pytest
 from commands import command
 from conftest import parametrized, source
 
+from vramsweep.harness.hardware.roofline import total_flops
 from vramsweep.harness.rows.quality_flags import flags
 from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.predict import make_trace, predicted_row
@@ -27,7 +28,7 @@ def test_a_faulty_script_says_what_is_wrong(
     trial = trial_parser.parse(command(f"PYTHON {tmp_path / 'train.py'} {arguments}".strip(), device=device))
     found = make_trace.trace_trial(trial, trial.device.card, tmp_path, traced_script)
     columns = predicted_row.predict(trial, *found).columns | {"device": "simulated"}
-    about = columns | {"flags": flags(columns)}
+    about = columns | {"flags": flags(columns), "flops": total_flops(found[0].kernels)}
     assert {key: about[key] for key in row} == row
     assert least <= columns["peak_allocated_bytes"] / 2**20 <= most
     assert re.search(out, capfd.readouterr().out)

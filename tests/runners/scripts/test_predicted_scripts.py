@@ -17,7 +17,7 @@ from traces import signed as requests
 from vramsweep.harness.spec import trial_parser
 from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.runners.measure.dispatch_modes import LiveBytes
-from vramsweep.runners.predict import make_trace
+from vramsweep.runners.predict import make_trace, predicted_row
 from vramsweep.runners.scripts import import_constants, traced_generation, traced_script
 from vramsweep.runners.trace.trace_data import Trace
 
@@ -84,8 +84,9 @@ def test_counters_are_those_of_the_setting_now(traced: Traced, conf: str, alloca
     assert trace.serves(here) and not trace.serves(other) and traced().serves(other)  # which asked nothing
 
 
-def test_allocated_is_what_lives_on_a_cpu(traced: Traced) -> None:
-    living = source("living_bytes.txt")
+@pytest.mark.parametrize("name", ["bytes", "experts"])  # of whose masks the GPU alone knows the counts
+def test_allocated_is_what_lives_on_a_cpu(traced: Traced, name: str) -> None:
+    living = source(f"living_{name}.txt")
     with LiveBytes() as alive:
         here: dict[str, Any] = {"torch": torch, "nn": nn, "device": "cpu", "live": lambda: alive.live}
         exec(living, here)
@@ -93,6 +94,38 @@ def test_allocated_is_what_lives_on_a_cpu(traced: Traced) -> None:
     assert max(grown) > 100_000
     first = 'device, live = "cuda", lambda: torch.cuda.memory_stats()["requested_bytes.all.current"]'
     traced(before=f"{first}\n{living}\nassert [size - sizes[0] for size in sizes] == {grown}, sizes")
+
+
+@pytest.mark.parametrize(
+    ("error", "fits"), [("OutOfMemoryError", [False, True, False]), ("AcceleratorError", [True] * 3)]
+)
+def test_a_full_gpu_raises_where_the_script_handles_it(traced: Traced, error: str, fits: list[bool]) -> None:
+    """24 GiB hold 20 GiB, and neither 40 nor 30. If the script handles no such error, the row says that all fails."""
+    asked = f"""def fits(size):
+    try:
+        return torch.empty(size << 30, dtype=torch.uint8, device="cuda").is_cuda
+    except torch.{error} as error:
+        assert str(error).replace(" ", "_").startswith("CUDA_out_of_memory._Tried_to_allocate")
+assert [bool(fits(size)) for size in (40, 20, 30)] == {fits}"""
+    trace, about = traced(before=asked), traced(before=asked, details=True)
+    ooms = None if all(fits) else 2
+    assert max(trace.sizes) == (20 if ooms else 40) << 30 and bool(trace.answers) == bool(ooms)
+    assert about.get("alloc_ooms") == ooms and bool(about["notes"]) == bool(ooms)
+
+
+@parametrized("scripts_without_an_optimizer")
+def test_a_script_without_an_optimizer_needs_what_it_needs_on_a_cpu(tmp_path: Path, after: str) -> None:
+    script = tmp_path / "loop.py"
+    made = "layers = nn.Sequential(nn.LayerNorm(4096), nn.GELU(), nn.LayerNorm(4096)).to(device)"
+    script.write_text(f'import torch\nfrom torch import nn\ndevice = "cuda"\n{made}\n{after}')
+    trial = trial_parser.parse(command(f"PYTHON {script}"))
+    trace, about = make_trace.trace_trial(trial, trial.device.card, tmp_path, traced_script)
+    with LiveBytes() as alive:
+        before = alive.live
+        exec(f"{made}\n{after}", {"torch": torch, "nn": nn, "device": "cpu"})
+    found = predicted_row.predict(trial, trace, about).columns
+    assert (found["peak_requested_bytes"], found["parameters"]) == (alive.peak - before, 4 * 4096)
+    assert found["step_growth_bytes"] is None and "no optimizer step" in found["notes"][-1]
 
 
 # ---- values
