@@ -238,7 +238,7 @@ class _Traced(Observer):
             said = " and ".join(f"{name}={getattr(self.trial, name)}" for name in other)
             notes.append(f"in the traced steps the model was called with {every} tokens, but {said} is given")
         inputs = self.volume.inputs
-        if len(shapes) > 1 or any(step != inputs[-1] for step in inputs[-self.trial.steps() :]):
+        if len(shapes) > 1 or any(step != inputs[-1] for step in inputs[1 - self.trial.steps() :]):
             sizes = {"x".join(map(str, shape)) for step in inputs for shape in step}
             found |= {"step_growth_bytes": None, "plateau": None}
             notes.append(NOTES["lengths"].format(f"{every} tokens" if every else ", ".join(sorted(sizes)[:8])))
