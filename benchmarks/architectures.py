@@ -326,7 +326,7 @@ class ProfiledMeter(Meter):
         if self.left:
             return
         self._profile.__exit__(None, None, None)
-        found = self._profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        found = self._profile.profiler.kineto_results.events()
         changes = sorted((one for one in found if one.name() == "[memory]"), key=lambda one: one.start_ns())
         self.most = max(itertools.accumulate((one.nbytes() for one in changes), initial=self.most))
 
