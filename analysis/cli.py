@@ -16,8 +16,7 @@ from vramsweep.analysis.answers.answer_table import NAMES, read_question
 from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.data.importers import open_rows, open_together
 from vramsweep.analysis.data.load import Table, load
-from vramsweep.analysis.data.metrics import METRICS
-from vramsweep.analysis.data.ranks import HOW, LISTS, over_ranks
+from vramsweep.analysis.data.metrics import HOW, LISTS, METRICS, over_ranks
 from vramsweep.analysis.model.curves import PLAIN
 from vramsweep.harness.files import outputs
 from vramsweep.harness.files.sweep_folder import sweep_of
@@ -183,23 +182,23 @@ def _index(place: Path, arguments: argparse.Namespace) -> None:
             f"not {', '.join('--' + {'start': 'from', 'stop': 'to', 'settings': 'set'}.get(one, one) for one in named)}"
         )
     with Activity("reading rows") as activity:
-        from vramsweep.analysis.report import index_page
+        from vramsweep.analysis.report import page
 
         folder = arguments.out or place
-        found = index_page.read(place, folder, activity.update)
+        found = page.read_index(place, folder, activity.update)
     if arguments.json:
         _print_json([asdict(one) for one in found])
     else:
-        print("\n\n".join(map(index_page.text, found)))
-    index_page.write(found, place, folder)
+        print("\n\n".join(map(page.describe_entry, found)))
+    page.write_index(found, place, folder)
     if not arguments.json:
-        print(f"\nindex     {folder / index_page.NAME}")
+        print(f"\nindex     {folder / page.INDEX}")
 
 
 def _paper(arguments: argparse.Namespace) -> None:
     with Activity("reading rows"):
         from vramsweep.analysis.report.content import Fitting
-        from vramsweep.analysis.report.paper import write_paper
+        from vramsweep.analysis.report.write import write_paper
 
         table = _open(arguments)
     folder = arguments.out or sweep_of(arguments.rows[0]) / "paper"
@@ -262,7 +261,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _calibrate(arguments: argparse.Namespace) -> None:
     from vramsweep.analysis.compare.calibrate import calibrate, calibrated, together
-    from vramsweep.analysis.data import markup
+    from vramsweep.analysis.data import export
     from vramsweep.analysis.data.groups import groups
     from vramsweep.analysis.report import tables
 
@@ -278,9 +277,9 @@ def _calibrate(arguments: argparse.Namespace) -> None:
         plain = json.loads(rows.to_json(orient="records"))
         _print_json({"calibrations": [c.as_json() for c in calibrations], "rows": plain, "notes": [*notes, *missing]})
         return
-    print(markup.markdown(tables.of_calibrations(calibrations)))
+    print(export.markdown(tables.of_calibrations(calibrations)))
     simulated = [g for g in groups(table) if g.take("device")["device"].eq("simulated").all()]
-    print(markup.markdown(tables.of_estimates(simulated, rows)))
+    print(export.markdown(tables.of_estimates(simulated, rows)))
     print("° calibrated, outside the measured range")
     for one in calibrations:
         print(f"tokens/s of {one.gpu} in {one.precision}: {one.text()}")

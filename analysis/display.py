@@ -1,6 +1,6 @@
 """Notebook views of results: what the verb prints as text, a table and its sentences as HTML.
 
-Names and reasons are escaped in both, by display.html and by terminal.py. notebook.py makes the results.
+Names and reasons are escaped in both, by the template and by terminal.py. notebook.py makes the results.
 """
 
 from __future__ import annotations
@@ -8,18 +8,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas as pd
 
 from vramsweep.analysis.compare import verdicts_text
 from vramsweep.analysis.compare.trends import Along
 from vramsweep.analysis.compare.verdicts import Comparison
-from vramsweep.analysis.data import markup
+from vramsweep.analysis.data import export
 from vramsweep.analysis.data.groups import ASKED, label
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS
@@ -31,6 +28,7 @@ from vramsweep.analysis.model.curves import PLAIN
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.memory_frontier import Limit
 from vramsweep.analysis.report import tables
+from vramsweep.analysis.report.page import page as fill_page
 from vramsweep.analysis.report.write import Written
 from vramsweep.harness.messages.terminal import escape_text
 from vramsweep.harness.messages.units import format_gib
@@ -40,29 +38,15 @@ WIDE = 30  # columns; a frame with fewer was made by the user
 UNKNOWN = "–"
 
 
-@cache
-def _template() -> jinja2.Template:
-    text = (resources.files("vramsweep") / "analysis" / "display.html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["shown"] = lambda value: escape_text(str(value))
-    return environment.from_string(text)
-
-
 def html(
     title: str, table: pd.DataFrame, sentences: Sequence[str] = (), whole: str = "", notes: Sequence[str] = ()
 ) -> str:
     """Return HTML of a title, a table of text cells, sentences, and what is folded: the whole in words, and notes."""
     if len(table) > MOST:
         sentences = [f"{MOST} of {len(table):,} lines.", *sentences]
-    return _template().render(
-        title=title,
-        names=list(table.columns),
-        right=[markup.numeric(table[name]) for name in table.columns],
-        rows=table.head(MOST).to_numpy().tolist(),
-        sentences=list(sentences),
-        whole=whole,
-        notes=list(notes),
-    )
+    names, right = list(table.columns), [export.numeric(table[name]) for name in table.columns]
+    shown = {"title": title, "names": names, "right": right, "rows": table.head(MOST).to_numpy().tolist()}
+    return fill_page("display", [], sentences=list(sentences), whole=whole, notes=list(notes), **shown)
 
 
 class Shown:

@@ -25,8 +25,7 @@ from vramsweep.analysis.data import importers
 from vramsweep.analysis.data import load as reading
 from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.metrics import GIB, METRICS
-from vramsweep.analysis.data.ranks import HOW, over_ranks
+from vramsweep.analysis.data.metrics import GIB, HOW, METRICS, over_ranks
 from vramsweep.analysis.display import Compared, Fits, Limits, Report, Rows
 from vramsweep.harness.config import hydra_values
 from vramsweep.harness.files.sweep_folder import sweep_of

@@ -32,7 +32,7 @@ from validation import (
     worst,
 )
 
-from vramsweep.analysis.data import markup
+from vramsweep.analysis.data import export
 from vramsweep.analysis.figures.drawing import Picture, draw_one
 from vramsweep.analysis.figures.plots import COLOURS, GREY
 from vramsweep.harness.files import outputs
@@ -205,7 +205,7 @@ def page(made: Validation, folder: Path, figure: Path, every: Path) -> str:
     lines: list[str] = []
     for title, about, frame in all_tables(made):
         if len(frame):
-            lines += [f"## {title}\n", f"{about}\n" if about else "", markup.markdown(_without_empty(frame))]
+            lines += [f"## {title}\n", f"{about}\n" if about else "", export.markdown(_without_empty(frame))]
     if made.mistakes:
         lines += ["## Left out as mistaken\n", *(f"- {one}" for one in made.mistakes), ""]
     values = {

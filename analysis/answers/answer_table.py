@@ -1,6 +1,6 @@
-"""Answers to the question of a sweep: a card for each part of the answer. A preset names its answer, and the sweep's
-plan keeps it.
+"""Answers of a sweep: to its preset's question, and what other allocator settings would have done with its steps.
 
+A preset names its answer, a card for each part of it, and the sweep's plan keeps the name.
 To add one, add an entry to `ANSWERS`, its name to harness/spec/runner_table.py, and to conf/sweep/ a preset with
 `answer: NAME`.
 """
@@ -13,12 +13,20 @@ from pathlib import Path
 import pandas as pd
 
 from vramsweep.analysis.answers import claims
-from vramsweep.analysis.data import markup
+from vramsweep.analysis.data import export
 from vramsweep.analysis.data.load import Table
+from vramsweep.harness.allocator.replay import Row, what_if
+from vramsweep.harness.allocator.settings_grid import grid, rank
+from vramsweep.harness.files import file_names
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.rows.journal import plans
 
 WIDTH = 80
+RECORDINGS = 4  # most recordings; each is a table of its own
+BEST = 8  # settings shown of those tried
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,8 @@ class Answered:
 
     def markdown(self) -> str:
         """Return the title, the table and the notes."""
-        notes = (f"{markup.prose(note)}\n" for note in self.notes)
-        return "\n".join([f"# {self.title}\n", markup.markdown(self.frame), *notes])
+        notes = (f"{export.prose(note)}\n" for note in self.notes)
+        return "\n".join([f"# {self.title}\n", export.markdown(self.frame), *notes])
 
 
 # Each answer's title and the function that makes it, which is pure: from rows it makes a table of text cells, and notes
@@ -76,3 +84,45 @@ def read_question(folder: Path) -> str | None:
     answer that no longer exists."""
     name = next((one.get("answer") for one in reversed(plans(folder))), None)
     return name if name in NAMES else None
+
+
+def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], list[str]]:
+    """Return (title, file name, frame of text cells) for each recording of the sweep (`record=true`), and notes on
+    unreadable ones. These are replays, not measurements, and each table says so. Its first row is the replay under the
+    recorded settings, with the verdict whether it matched the recording."""
+    tables, notes, folder = [], [], Path(table.source)
+    own = own_files(folder).relative_to(folder)
+    recorded = table.frame[table.frame["recording"].notna()]
+    for _, row in recorded.head(RECORDINGS).iterrows():
+        path = file_names.is_inside(folder, str(own / str(row["recording"])))
+        if path is None:
+            notes.append(f"recording of trial {row['trial_id']} left out: {row['recording']} is not in {table.source}")
+            continue
+        try:
+            result = what_if(path, grid(limited=False))
+            if result.history == "none":
+                raise UserError(f"{path.name} has no history, only a final state")
+        except (UserError, OSError) as error:
+            notes.append(f"recording of trial {row['trial_id']}: {error}")
+            continue
+        first, others = result.rows[0], rank(result.rows[1:])
+        match = first.match
+        exact = "exact" if match is not None and match.exact else "NOT exact, so take the rest with care"
+        where = f"{row['model']}, {row['seq_len']} tokens, {row['precision']}"
+        title = f"Allocator what-if from trial {row['trial_id']} ({where}); a replay of its own settings is {exact}"
+        name = file_names.make_safe(f"what_if_{row['trial_id']}")
+        tables.append((title, name, pd.DataFrame([_cells(r) for r in (first, *others[:BEST])])))
+    if len(recorded) > RECORDINGS:
+        all_ = f"{len(recorded)} recordings have tables"
+        notes.append(f"only the first {RECORDINGS} of {all_}; `vramsweep replay` shows any")
+    return tables, notes
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        "settings": (row.settings or "(defaults)") + (", as recorded" if row.start == "recorded" else ""),
+        "predicted peak reserved (GiB)": "–" if row.peak_reserved is None else format_gib(row.peak_reserved),
+        "reserved but unused (GiB)": "–" if row.reserved_unallocated is None else format_gib(row.reserved_unallocated),
+        "cudaMallocs": "–" if row.device_allocs is None else f"{row.device_allocs:,}",
+        "out of memory": row.out_of_memory or "no",
+    }

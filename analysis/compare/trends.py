@@ -20,7 +20,7 @@ from scipy import ndimage, stats
 from vramsweep.analysis.compare.verdicts import MARGIN, Comparison, Pair, Single, allowed
 from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.model.curves import Array
-from vramsweep.analysis.model.steps import jumps
+from vramsweep.analysis.model.observations import jumps
 from vramsweep.harness.messages.errors import UserError
 
 SPEED = "tokens_per_s"

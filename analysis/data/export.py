@@ -1,8 +1,10 @@
-"""Export of the tidy table as CSV and Parquet.
+"""Export of the tidy table as CSV and Parquet, and of text cells as Markdown; whatever a name holds stays text.
 
 A spreadsheet reads a CSV cell that begins with =, +, - or @ as a formula, whoever wrote it. We mark such a cell as text
 by an apostrophe before it, which `as_it_was` removes. Parquet marks text itself.
 """
+
+from __future__ import annotations
 
 import json
 import re
@@ -15,8 +17,12 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
+from vramsweep.harness.messages.terminal import escape_text
+
 _LIKE_FORMULAS = r"^'*[=@\t\r+-]"  # and guarded ones, to tell them apart
 _FORMULA = re.compile(r"'*(?:[=@\t\r]|[+-](?!\d[\d.,]*(?:e[+-]?\d+)?(?: ?[\w%/]+)?\Z))")
+_MARKDOWN = re.compile(r"[\\|`<\[]")  # ends a cell; begins code, HTML, a link or an image
+_LINE_ENDS = re.compile(r"[\n\r\t]")
 
 
 def guarded(text: str) -> str:
@@ -65,3 +71,28 @@ def write_parquet(frame: pd.DataFrame, path: Path) -> None:
     """Write all rows and columns as Parquet; lists stay lists."""
     columns = {str(n): pa.array(frame[n], from_pandas=True) for n in frame.columns}
     pa.parquet.write_table(pa.table(columns), path, compression="zstd")
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """Return a Markdown table, numbers to the right."""
+    names = [cell(str(name)) for name in frame.columns]
+    right = [numeric(frame[name]) for name in frame.columns]
+    rows = [[cell(str(one)) for one in row] for row in frame.to_numpy()]
+    lines = [names, ["---:" if r else "---" for r in right], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def prose(text: str) -> str:
+    """Return a sentence in Markdown: its code stays code, HTML, links and images in names become text."""
+    return re.sub(r"[<\[]", r"\\\g<0>", escape_text(_LINE_ENDS.sub(" ", text)))
+
+
+def numeric(column: pd.Series[str]) -> bool:
+    """Return whether a column holds numbers, which stand to the right."""
+    cells = [str(cell) for cell in column if str(cell) != "–"]
+    return bool(cells) and all(cell[:1].isdigit() or cell[:1] in "+-−" for cell in cells)
+
+
+def cell(text: str) -> str:
+    """Return a text as a cell of a Markdown table, or as a word in one."""
+    return _MARKDOWN.sub(r"\\\g<0>", escape_text(_LINE_ENDS.sub(" ", text)))

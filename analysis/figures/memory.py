@@ -14,10 +14,10 @@ from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
 from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, sentence
 from vramsweep.analysis.figures.style import Look, View, names, shared
 from vramsweep.analysis.model import fit_wording
-from vramsweep.analysis.model.alignment import Unaligned
 from vramsweep.analysis.model.curves import BASES, PLAIN, Array
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.observations import AXES, UNITS
+from vramsweep.analysis.model.residual_model import Unaligned
 
 CONFIGURATIONS = 6  # of which the page's reader can choose; all but the first few are hidden until then
 TOGETHER = 3

@@ -22,18 +22,15 @@ from numpy.typing import ArrayLike
 
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.metrics import METRICS, Metric
-from vramsweep.analysis.data.ranks import Spread, spread
-from vramsweep.analysis.model import pointwise_fit
-from vramsweep.analysis.model.alignment import Unaligned, as_round, classes
+from vramsweep.analysis.data.metrics import METRICS, Metric, Spread, spread
+from vramsweep.analysis.model import observations, pointwise_fit
 from vramsweep.analysis.model.curves import FEWEST, PLAIN, Array, Curve
 from vramsweep.analysis.model.estimate import Posterior
-from vramsweep.analysis.model.observations import UNITS, Mask, Model, Points, along, observations
+from vramsweep.analysis.model.observations import UNITS, Jump, Mask, Model, Points, Wavering, along
 from vramsweep.analysis.model.phases import PHASES
 from vramsweep.analysis.model.pointwise_fit import FEW, Candidate, OfPoints
 from vramsweep.analysis.model.predictors import Knows, Residual, Whole, Wholes, best_basis
-from vramsweep.analysis.model.residual_model import Predictor
-from vramsweep.analysis.model.steps import Jump, Wavering, jumps, wavering
+from vramsweep.analysis.model.residual_model import Predictor, Unaligned, as_round, classes
 from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
 LEVEL = 0.95
@@ -234,7 +231,7 @@ def fit_table(
         knows = Knows(wholes.of(group).within(start, stop, axis), None if rows is None else Whole(rows))
         any_points = False
         for name in metrics:
-            points = observations(frame, METRICS[name], start, stop, axis)
+            points = observations.observations(frame, METRICS[name], start, stop, axis)
             if len(points.x) == 0:
                 continue
             any_points = True
@@ -320,8 +317,8 @@ def fit_points(
         ranks=spread(group.frame, metric.column, along(group.frame, axis)) if group and metric.memory else None,
         only=only,
         outliers=tuple(points.x[odd].tolist()),
-        jumps=tuple(jumps(points.x, left, points.y)) if metric.limited else (),
-        wavering=tuple(wavering(points.x, left, points.y)) if metric.limited else (),
+        jumps=tuple(observations.jumps(points.x, left, points.y)) if metric.limited else (),
+        wavering=tuple(observations.wavering(points.x, left, points.y)) if metric.limited else (),
     )
 
 

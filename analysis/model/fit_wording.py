@@ -7,12 +7,12 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.metrics import MIB, Metric
-from vramsweep.analysis.model.alignment import Unaligned
 from vramsweep.analysis.model.curves import BASES, PLAIN, Curve
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.observations import AXES, NOUNS, UNITS, members
 from vramsweep.analysis.model.pointwise_fit import Candidate
 from vramsweep.analysis.model.predictors import Residual
+from vramsweep.analysis.model.residual_model import Unaligned
 from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
@@ -371,10 +371,7 @@ def _candidate(fit: Fit, candidate: Candidate) -> dict[str, Any]:
         "model": candidate.model.name,
         "kind": candidate.model.kind,
         "modulus": candidate.model.modulus,
-        "r2": _plain(candidate.r2),
-        "rms": _plain(candidate.rms),
-        "worst": _plain(candidate.worst),
-        "probability": _plain(candidate.probability),
+        **{name: _plain(getattr(candidate, name)) for name in ("r2", "rms", "worst", "probability")},
         "curves": [of_curve(key, curve) for key, curve in candidate.model.curves.items()],
     }
 

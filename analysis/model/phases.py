@@ -1,25 +1,35 @@
-"""Model of a run's peak as the largest of its phases, each fitted over batch and length together.
+"""Models of a step from its parts: its peak is the largest of its phases, its time the sum of a roofline's parts.
 
-Load, forward and optimizer are affine in tokens; if attention stores its scores, also in tokens times length. Backward
-is the larger of its start, when every activation is held, and its end, when every gradient is. The start is where
-forward ended plus what the loss adds, a line close to forward's. Its points exceed the end's level only from some
-length on, so forward tells what its own few points cannot.
+Each phase is fitted over batch and length together. Load, forward and optimizer are affine in tokens; if attention
+stores its scores, also in tokens times length. Backward is the larger of its start, when every activation is held,
+and its end, when every gradient is. The start is where forward ended plus what the loss adds, a line close to
+forward's. Its points exceed the end's level only from some length on, so forward tells what its own few points
+cannot.
 
 Other steps than the probed one may peak higher; the difference is carried along as observed (`beyond`).
+
+A predicted row states how long the GPU would take at its peaks for arithmetic, memory traffic and launches. A measured
+step is modelled as these three parts, times one common factor or a factor each. With few lengths the common factor
+wins, with more the three. Errors are proportional to the time.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
+from numpy.polynomial import Polynomial
 
-from vramsweep.analysis.model.curves import Array, Kind
+from vramsweep.analysis.model.curves import Array, Kind, read_kinds
 from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
 
 # Every tensor is rounded up to 512 B. A peak holds hundreds of them, so that their sum is this far off a line.
 RESOLUTION = 512 * 16.0
 PHASES = ("load", "forward", "backward", "optimizer")
+PARTS = (("estimated_compute_s", "estimated_attention_s"), ("estimated_memory_s",), ("estimated_launch_s",))
+CLOCK = 1e-3  # share of a time: no step repeats more closely
+TIME_KINDS = read_kinds("time")
 _STORES_SCORES = ("eager",)
 _ONE, _TOKENS, _BATCH, _LENGTH, _SCORES, _MASK, _FORWARD, _MORE, _MORE_TOKENS, _MORE_SCORES = range(10)
 
@@ -153,3 +163,54 @@ def _kinds(several: bool, scores: bool | None, backward: bool) -> tuple[Kind, ..
         found.append(Kind(one_moment, (start,), weight, rising=(_MORE_TOKENS,), fixed=_FORWARD))
         found += [Kind("two moments", (e, start), weight, rising=(_MORE_TOKENS,), fixed=_FORWARD) for e in ends]
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of the parts at the predicted x, (n,) and (n, 3): linear between these x, a parabola beyond."""
+
+    x: Array
+    seconds: Array
+
+    def features(self, x: Array) -> Array:
+        """Return the parts and their sum at x, (n, 4)."""
+        found = np.column_stack([self._one(x, column) for column in self.seconds.T])
+        return np.column_stack([found, found.sum(axis=1)])
+
+    def _one(self, x: Array, column: Array) -> Array:
+        beyond = Polynomial.fit(self.x, column, min(2, len(self.x) - 1))(x)
+        return np.where((x < self.x[0]) | (x > self.x[-1]), beyond, np.interp(x, self.x, column))
+
+
+def parts(rows: pd.DataFrame, axis: str) -> Parts | None:
+    """Return the parts of predicted rows of one batch (or length); None with several ranks or below three known x."""
+    names = [name for part in PARTS for name in part]
+    known = rows.dropna(subset=[axis, *names]).drop_duplicates(axis).sort_values(axis)
+    if len(known) < 3 or known["world_size"].gt(1).any():
+        return None
+    seconds = np.column_stack([known[list(part)].to_numpy(float).sum(axis=1) for part in PARTS])
+    return Parts(known[axis].to_numpy(float), seconds)
+
+
+@dataclass(frozen=True)
+class OfParts:
+    """Predictor of step time in seconds, from the parts and the times y (n,) measured at x."""
+
+    parts: Parts
+    x: Array
+    y: Array
+
+    @cached_property
+    def posterior(self) -> Posterior:
+        """Posterior of the factors."""
+        features, resolution = self.parts.features(self.x), CLOCK * float(self.y.min())
+        return estimate(Data(self.x, features, self.y, resolution, noises=("proportional",)), TIME_KINDS)
+
+    def value(self, x: Array) -> Array:
+        """Return the most probable time at x, (n,)."""
+        return self.posterior.value(x, self.parts.features(x))
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Return draws of the time and of a new run's time, (draws, n) each."""
+        curve, noise = self.posterior.draws(x, self.parts.features(x))
+        return curve, curve + noise * np.random.default_rng(SEED + 3).standard_normal(curve.shape)

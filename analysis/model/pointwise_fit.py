@@ -13,11 +13,11 @@ from numpy.polynomial import Polynomial
 from scipy import stats
 
 from vramsweep.analysis.data.metrics import Metric
-from vramsweep.analysis.model.alignment import Unaligned
 from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, PLAIN, STEP, Array, Curve, powers
 from vramsweep.analysis.model.estimate import DRAWS, SEED, Component, Data, Posterior, estimate
 from vramsweep.analysis.model.observations import Mask, Model, Points, members
-from vramsweep.analysis.model.times import CLOCK
+from vramsweep.analysis.model.phases import CLOCK
+from vramsweep.analysis.model.residual_model import Unaligned
 from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
 MODULI = (8, 16, 64)

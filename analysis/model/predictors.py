@@ -21,10 +21,9 @@ from vramsweep.analysis.model import residual_model
 from vramsweep.analysis.model.curves import FEWEST, Array
 from vramsweep.analysis.model.estimate import DRAWS, SEED
 from vramsweep.analysis.model.observations import UNITS, Points, along, observations
-from vramsweep.analysis.model.phases import PHASES, Phases, fit_phases
+from vramsweep.analysis.model.phases import PHASES, OfParts, Phases, fit_phases, parts
 from vramsweep.analysis.model.pointwise_fit import curve_of, estimate_classes
 from vramsweep.analysis.model.residual_model import Bounded, Excess, Largest, Predictor, Standing
-from vramsweep.analysis.model.times import OfParts, parts
 
 MOST_ROWS = 400  # of a whole, enough for its phases because they are exact
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from vramsweep.analysis.answers.answer_table import Answered, answer_question
-from vramsweep.analysis.answers.what_if import what_if_tables
+from vramsweep.analysis.answers.answer_table import Answered, answer_question, what_if_tables
 from vramsweep.analysis.compare import lengths, residuals
 from vramsweep.analysis.compare.calibrate import calibrate, calibrated
 from vramsweep.analysis.data import parts

@@ -92,7 +92,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def markdown(template: str, **values: Any) -> str:
-    """Fill a Markdown template with values that are Markdown already (markup.py)."""
+    """Fill a Markdown template with values that are Markdown already (export.py)."""
     return _environment().get_template(template).render(**values)
 
 

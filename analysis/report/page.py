@@ -1,9 +1,10 @@
-"""report.html: one self-contained page. Everything from rows is escaped. Nothing is fetched; the page forbids it.
+"""Self-contained pages: report.html, index.html of the sweeps below a folder (two folders down at most), figures.
 
+Everything from rows is escaped. Nothing is fetched; the page forbids it.
 Texts of rows that repeat are stored once; rows beyond `MOST` are only in rows.csv.
 
-In: a report's content. Out: the page's text. Large parts (plotly, figures, rows) are deflated and in base64, so that a
-page of 20,000 rows stays a few megabytes. To unpack them, report.js needs a browser of 2023 or later
+In: a report's content, or a folder. Out: the page's text. Large parts (plotly, figures, rows) are deflated and in
+base64, so that a page of 20,000 rows stays a few megabytes. To unpack them, report.js needs a browser of 2023 or later
 (DecompressionStream).
 """
 
@@ -11,38 +12,46 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import shlex
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from vramsweep.analysis.data import markup
-from vramsweep.analysis.data.load import Table, trials
+from vramsweep.analysis.data import export
+from vramsweep.analysis.data.load import Table, load, trials
 from vramsweep.analysis.figures import drawing, layout
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.figures.timeline import holders, of_replay, of_timeline, recorded_holders
+from vramsweep.analysis.report import summary
 from vramsweep.analysis.report.content import Content
-from vramsweep.analysis.report.findings import COMMAND, reproduce
+from vramsweep.analysis.report.findings import COMMAND, reproduce, values
 from vramsweep.analysis.report.picker import KIND, Picker, claim_of, forbidding, in_words
 from vramsweep.analysis.report.tiles import kinds
 from vramsweep.harness.files import outputs
-from vramsweep.harness.files.bounded_reads import read_content
+from vramsweep.harness.files.bounded_reads import error_reason, read_content
+from vramsweep.harness.files.sweep_folder import describe_missing, find_sweeps
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.terminal import escape_text
 from vramsweep.harness.rows.quality_flags import BY_NAME
+from vramsweep.harness.sweep import sweep_status
 
 COLUMN = (1064, 460)  # px of a figure on a wide screen
 BEHIND = 40  # rows shown of the data behind a figure; its CSV has all
 HOLDS = "Largest allocations at the peak"
 _ADDRESS = re.compile(r"https://[\w./:#?=&;%~+-]*\w")
+INDEX = "index.html"
 NO_CHOICES: dict[str, Any] = {"axes": [], "groups": [], "kind": KIND}
 
 
@@ -88,7 +97,7 @@ def grid(frame: pd.DataFrame, picker: Picker | None = None) -> dict[str, Any]:
     A line has the number of its group if its index names a group of the picker. The first number of each kind (memory,
     speed) then carries in words the group's flags against that kind.
     """
-    columns = [{"name": str(name), "number": markup.numeric(frame[name])} for name in frame.columns]
+    columns = [{"name": str(name), "number": export.numeric(frame[name])} for name in frame.columns]
     first: dict[str, int] = {}
     for at, column in enumerate(columns):
         if column["number"] and (claim := claim_of(str(column["name"]))) is not None:
@@ -233,3 +242,68 @@ def _flag(name: str) -> dict[str, Any]:
     flag = BY_NAME.get(name)
     meaning, forbids = (flag.meaning, list(flag.forbids)) if flag else ("", [])
     return {"name": escape_text(name), "meaning": meaning, "forbids": forbids}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sweep of the index: `about` describes it, `state` is running, waiting, stopped or finished, and `last` is when
+    its last attempt began. Without readable rows these two are null, and `about` says why. `report` is the address of
+    its page, relative to the index; null if there is none yet."""
+
+    folder: str
+    about: str
+    state: str | None = None
+    last: str | None = None
+    findings: tuple[str, ...] = ()
+    report: str | None = None
+
+    @property
+    def command(self) -> str:
+        """Return the command that makes the sweep's report."""
+        return shlex.join(["vramsweep", "report", self.folder])
+
+
+def read_index(place: Path, folder: Path, say: Callable[[str], None]) -> list[Entry]:
+    """Return the sweeps below `place`, the last one first, for an index in `folder`; `say` hears which one is read.
+
+    Raises UserError if there is none.
+    """
+    if not (sweeps := find_sweeps(place)):
+        raise UserError(describe_missing(place))
+    found = []
+    for number, sweep in enumerate(sweeps, 1):
+        say(f"reading {sweep} ({number} of {len(sweeps)})")
+        found.append(_read_entry(sweep, folder))
+    return found
+
+
+def write_index(found: Sequence[Entry], place: Path, folder: Path) -> None:
+    """Write the index of sweeps below `place` into `folder`. Raises UserError if it cannot be written."""
+    shown = {"title": f"Sweeps in {place}", "entries": found, "drawn": False, "choices": NO_CHOICES}
+    try:
+        with outputs.into_folder(folder, "index", folder.resolve() == place.resolve()) as (draft, _):
+            (draft / INDEX).write_text(page("index", [], **shown), "utf-8", "backslashreplace")
+    except OSError as error:
+        raise UserError(f"cannot write {folder / INDEX}: {error_reason(error)}; choose a folder with --out") from None
+
+
+def describe_entry(of: Entry) -> str:
+    """Return an entry as text for a terminal."""
+    state = ", ".join(filter(None, [of.state, of.last and of.last[:10]]))
+    return "\n".join([f"{of.folder}  {state}".rstrip(), *(f"  {line}" for line in (of.about, *of.findings))])
+
+
+def _read_entry(sweep: Path, index: Path) -> Entry:
+    report = sweep / "report.html"
+    link = quote(os.fsencode(os.path.relpath(report, index))) if report.is_file() else None
+    try:
+        status = sweep_status.read_status(sweep)
+        if not status.done:
+            return Entry(str(sweep), sweep_status.progress(status), status.state, status.last_row_at, report=link)
+        table = load(sweep)
+        found = summary.summary(table)
+    except UserError as error:
+        return Entry(str(sweep), str(error), report=link)
+    of = [f"{name} {told}" for name in ("model", "seq_len", "precision") if (told := values(table.frame, name, 3))]
+    about = "; ".join([*found.title.partition(": ")[2].splitlines(), ", ".join(of).replace("seq_len", "lengths")])
+    return Entry(str(sweep), about, status.state, status.last_row_at, found.findings[:2], link)

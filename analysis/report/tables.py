@@ -1,4 +1,4 @@
-"""Tables of groups, fits, limits and estimates: frames whose cells are text, which markup.py sets.
+"""Tables of groups, fits, limits and estimates: frames whose cells are text, which export.py sets.
 
 If each line is about one group, the index holds the groups' ids, for pages whose reader chooses among groups.
 """

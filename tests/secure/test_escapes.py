@@ -19,7 +19,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from vramsweep import __main__ as front_door
-from vramsweep.analysis.data import export, load, markup
+from vramsweep.analysis.data import export, load
 from vramsweep.analysis.report import latex
 from vramsweep.analysis.report.content import collect
 from vramsweep.harness.messages import terminal
@@ -243,7 +243,7 @@ MARKDOWN = "a|b\\|c`d`\n# head\r\n<script>x</script>[l](javascript:x)![i](http:/
 
 @given(st.text(st.sampled_from("|\\`\n\r<>[]!(a# \x1b\u2028")) | st.just(MARKDOWN))
 def test_a_markdown_table_keeps_its_cells(text: str) -> None:
-    made = markup.markdown(pd.DataFrame({"name": [text, "x"], text or "_": ["y", text]}))
+    made = export.markdown(pd.DataFrame({"name": [text, "x"], text or "_": ["y", text]}))
     lines = made.rstrip("\n").split("\n")
     assert len(lines) == 4
     assert shown_to_act(made) == []
@@ -254,7 +254,7 @@ def test_a_markdown_table_keeps_its_cells(text: str) -> None:
 
 
 def test_a_sentence_of_an_answer_is_no_markup() -> None:
-    said = markup.prose(f"of `device=cuda`: {MARKDOWN}{EVIL}")
+    said = export.prose(f"of `device=cuda`: {MARKDOWN}{EVIL}")
     assert shown_to_act(said) == []
     assert "\n" not in said
     assert "`device=cuda`" in said

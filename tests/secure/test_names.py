@@ -15,7 +15,7 @@ from conftest import SETTINGS, Cli, refusal, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vramsweep.analysis.answers import what_if
+from vramsweep.analysis.answers.answer_table import what_if_tables
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import timeline as figure
 from vramsweep.harness.files import file_names, outputs, sweep_folder
@@ -96,7 +96,7 @@ def test_a_recording_is_in_the_sweep_s_folder(tmp_path: Path) -> None:
     outside = ("../../secret.pickle", "link.pickle", "attempts/../../../secret.pickle")
     for name in (str(tmp_path / "secret.pickle"), *outside):
         assert file_names.is_inside(own, name) is None
-        found, notes = what_if.what_if_tables(Table(pd.DataFrame([row | {"recording": name}]), str(folder)))
+        found, notes = what_if_tables(Table(pd.DataFrame([row | {"recording": name}]), str(folder)))
         assert found == []
         assert "is not in" in notes[0]
     assert file_names.is_inside(own, "attempts/t/1/recording.pickle") == own / "attempts/t/1/recording.pickle"

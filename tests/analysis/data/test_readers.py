@@ -11,11 +11,10 @@ import pytest
 from conftest import ROOT, Cli
 
 from vramsweep.analysis.data.load import from_frame
-from vramsweep.analysis.data.metrics import METRICS, MIB
-from vramsweep.analysis.data.ranks import over_ranks, spread
+from vramsweep.analysis.data.metrics import METRICS, MIB, over_ranks, spread
 from vramsweep.analysis.model.curves import Curve
 from vramsweep.analysis.model.fit_wording import equation
-from vramsweep.analysis.model.steps import jumps, wavering
+from vramsweep.analysis.model.observations import jumps, wavering
 
 pytestmark = pytest.mark.deterministic
 

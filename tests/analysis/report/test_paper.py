@@ -15,12 +15,12 @@ import synthetic
 from conftest import Cli, parametrized
 
 from vramsweep.analysis.cli import main
-from vramsweep.analysis.data import markup
+from vramsweep.analysis.data import export
 from vramsweep.analysis.data.load import from_frame
 from vramsweep.analysis.figures.composition import OF_PEAK
 from vramsweep.analysis.report import latex, paper_tables
 from vramsweep.analysis.report.findings import methods
-from vramsweep.analysis.report.paper import lock_text
+from vramsweep.analysis.report.write import lock_text
 
 NEEDS = {"pdflatex": "a LaTeX (pdflatex)", "pdftotext": "poppler's pdftotext"}
 EVIL = r"[5] * 50 % & $x$_\input{y} #1 {~^} 语言"
@@ -137,8 +137,8 @@ def test_tables_that_would_be_too_wide_or_too_long_lose_columns_and_lines_and_sa
 def test_tables_escape_what_their_language_reads() -> None:
     frame = pd.DataFrame({"name": ["a_b & 50 % | x"], "GiB": ["1.5"]})
     assert r"a\_b \& 50 \% \textbar{} x & 1.5 \\" in latex.latex(latex.Table("t", "", (*latex.columns(frame),)), "t")
-    assert r"a_b & 50 % \| x | 1.5" in markup.markdown(frame)
-    assert "---:" in markup.markdown(frame)
+    assert r"a_b & 50 % \| x | 1.5" in export.markdown(frame)
+    assert "---:" in export.markdown(frame)
 
 
 @parametrized("latex_columns")

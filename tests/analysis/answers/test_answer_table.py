@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from vramsweep.analysis.answers import what_if
-from vramsweep.analysis.answers.what_if import what_if_tables
+from vramsweep.analysis.answers import answer_table
+from vramsweep.analysis.answers.answer_table import what_if_tables
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.harness.allocator import replay
 from vramsweep.harness.rows.journal import Journal
@@ -46,7 +46,7 @@ def test_what_no_replay_counted_is_no_number(tmp_path: Path, monkeypatch: pytest
     shutil.copy(SMALL, target / "recording.pickle")
     found = replay.what_if(SMALL, ())
     uncounted = replace(found, rows=[replace(found.rows[0], device_allocs=None)])
-    monkeypatch.setattr(what_if, "what_if", lambda *_: uncounted)
+    monkeypatch.setattr(answer_table, "what_if", lambda *_: uncounted)
     ((_, _, frame),), _ = what_if_tables(open_rows(tmp_path, None)[0])
     assert frame.iloc[0]["cudaMallocs"] == "–"
 
