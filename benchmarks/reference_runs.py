@@ -28,8 +28,8 @@ from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import version_differences
+from vramsweep.harness.spec.fit_text import describe_trial
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep import run_trials
 from vramsweep.harness.sweep.plan import Planned, Settings, plan_trial
 

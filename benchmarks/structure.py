@@ -25,7 +25,7 @@ MODULE_IN_TEXT = re.compile(r"\bvramsweep(?:\.\w+)+")
 
 
 def module_name(path: Path, root: Path) -> str:
-    """Return the full name by which `path` is imported, such as `vramsweep.harness.allocator.sizes`."""
+    """Return the full name by which `path` is imported, such as `vramsweep.harness.allocator.blocks`."""
     parts = path.relative_to(root).with_suffix("").parts
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     return ".".join(parts if parts[0] in ("vramsweep", "hydra_plugins") else ("vramsweep", *parts))

@@ -15,8 +15,7 @@ import pandas as pd
 from vramsweep.analysis.answers import claims
 from vramsweep.analysis.data import export
 from vramsweep.analysis.data.load import Table
-from vramsweep.harness.allocator.replay import Row, what_if
-from vramsweep.harness.allocator.settings_grid import grid, rank
+from vramsweep.harness.allocator.replay import Row, grid, rank, what_if
 from vramsweep.harness.files import file_names
 from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages import suggestions

@@ -9,10 +9,10 @@ from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass
 from typing import Literal
 
+from vramsweep.harness.allocator.blocks import SMALL_REQUEST, SMALL_SEGMENT, round_request
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig
 from vramsweep.harness.allocator.recording import Recording, RecordingError, Segment
 from vramsweep.harness.allocator.simulator import UNLIMITED_RANGE, Piece
-from vramsweep.harness.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT, round_request
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from vramsweep.harness.allocator.blocks import SMALL_REQUEST, SMALL_SEGMENT, round_request, round_up, segment_size
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig, parse
 from vramsweep.harness.allocator.initial_state import Start, undo
 from vramsweep.harness.allocator.oom_message import AFTER_BACKWARD, PATTERNS
 from vramsweep.harness.allocator.peak_blocks import LAYERS, TORCH, innermost_frame, live_blocks, read_frames
 from vramsweep.harness.allocator.recording import Recording, RecordingError, Segment, check_every
-from vramsweep.harness.allocator.replay import replay_as_recorded, replay_under, without_limits
-from vramsweep.harness.allocator.settings_grid import grid
-from vramsweep.harness.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT, round_request, round_up, segment_size
+from vramsweep.harness.allocator.replay import grid, replay_as_recorded, replay_under, without_limits
 
 OPTIMIZER, STATES, PARAMETERS, BACKWARD, FORWARD, UNKNOWN = (
     "optimizer (states and step)", "optimizer states", "parameters", "gradients and backward", "activations", "unknown",

@@ -4,6 +4,8 @@ Under its own settings the replay starts from the recorded state and uses the ad
 is compared with the recording. Under other settings that state cannot be used, because the recorded settings shaped it.
 The replay then starts with an empty allocator, and first allocates the blocks that were live at the start, in the order
 that their addresses suggest. To compare like with like, the recorded settings are replayed that way too.
+
+`grid` is a sensible grid of settings to try, and `rank` sorts the replays under them.
 """
 
 import json
@@ -25,6 +27,7 @@ from vramsweep.harness.allocator.verify_replay import RELEASES, Follower, Match,
 
 TIMELINE_POINTS = 2000
 _T = TypeVar("_T")
+_GRID: dict[str, list[str]] = json.loads(Path(__file__).with_name("settings_grid.json").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -328,3 +331,22 @@ def _row(
         stats=stats,
         timeline=tuple(timeline.points),
     )
+
+
+def grid(limited: bool) -> tuple[str, ...]:
+    """Return the settings to try; garbage collection only under a memory limit, because it does nothing without one."""
+    return tuple(_GRID["always"] + (_GRID["limited"] if limited else []))
+
+
+def rank(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Sort the rows, best first: those that fit, then by peak reserved, then by the number of cudaMallocs."""
+    return tuple(sorted(rows, key=lambda r: (r.out_of_memory is not None, r.peak_reserved or 0, r.device_allocs or 0)))
+
+
+def saving(result: WhatIf) -> tuple[Row, int] | None:
+    """Return the best settings tried and the bytes they save, both rebuilt; None if none was tried or one ran out."""
+    recorded, *tried = sorted(result.rows[1:], key=lambda row: row.settings != result.rows[0].settings)
+    best = next(iter(rank(tried)), None)
+    if best is None or recorded.out_of_memory or best.out_of_memory:
+        return None
+    return best, (recorded.peak_reserved or 0) - (best.peak_reserved or 0)

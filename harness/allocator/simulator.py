@@ -10,11 +10,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vramsweep.harness.allocator import expandable_segments, sizes
-from vramsweep.harness.allocator.addresses import Addresses
-from vramsweep.harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
+from vramsweep.harness.allocator import address_space, blocks
+from vramsweep.harness.allocator.blocks import MIN_BLOCK, SMALL_REQUEST, SMALL_SEGMENT, Block, Pool, merge_neighbours
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig, as_simulated
-from vramsweep.harness.allocator.sizes import MIN_BLOCK, SMALL_REQUEST, SMALL_SEGMENT, round_request, segment_size
 from vramsweep.harness.messages.errors import UserError
 
 SegmentEvent = tuple[str, int, int, int]  # kind, address, size, stream; kinds as in a recording
@@ -98,7 +96,7 @@ class Simulator:
         self.segments = self.num_device_alloc = self.num_device_free = self.num_alloc_retries = self.num_ooms = 0
         self._on_segment = on_segment
         self._next_address = next_address
-        self._addresses = Addresses()
+        self._addresses = address_space.Addresses()
         self._next_range = FIRST_RANGE
         self._pools: dict[tuple[int, int, bool], Pool] = {}
         self._large_segment = config.large_segment_size_mb * MIB
@@ -127,7 +125,7 @@ class Simulator:
             self.live[handle] = Block(self.pool(private, stream, True), 0, 0)
             return
         if self._divisions is not None:
-            rounded = round_request(size, self._divisions)
+            rounded = blocks.round_request(size, self._divisions)
         else:
             rounded = (size + 511) & -512 if size >= MIN_BLOCK else MIN_BLOCK
         small = rounded <= SMALL_REQUEST
@@ -223,7 +221,7 @@ class Simulator:
             for block in [b for _, _, b in pool.free if not b.expandable and not b.split]:
                 self._release(block)
             for block in [b for _, _, b in pool.free if b.expandable]:
-                start, size = expandable_segments.unmap(block, self._page(pool))
+                start, size = address_space.unmap(block, self._page(pool))
                 if size:
                     self._count_segment("segment_unmap", start, size, pool.stream)
 
@@ -233,20 +231,20 @@ class Simulator:
         for pool in self._common_pools(small=True):
             whole = [b for _, _, b in pool.free if not b.expandable and not b.split]
             events += [("segment_free", b.addr, b.size, pool.stream) for b in whole]
-            pages = [expandable_segments.whole_pages(b, self._page(pool)) for _, _, b in pool.free if b.expandable]
+            pages = [address_space.whole_pages(b, self._page(pool)) for _, _, b in pool.free if b.expandable]
             events += [("segment_unmap", start, size, pool.stream) for start, size in pages if size]
         return events
 
     def makes_room(self, size: int, stream: int = 0, private: int = 0) -> Literal["retry", "garbage"] | None:
         """Return why `malloc` of `size` bytes would first give memory back: a retry at the limit, or garbage."""
-        rounded = round_request(size, self.config.roundup_power2_divisions)
+        rounded = blocks.round_request(size, self.config.roundup_power2_divisions)
         pool = self.pool(private, stream, rounded <= SMALL_REQUEST)
         searches = self._searches
         at = self._search(pool, bisect_left(pool.free, (rounded,)), rounded)
         self._searches = searches
         if at < len(pool.free):
             return None
-        if not self._fits(segment_size(rounded, self._large_segment)):
+        if not self._fits(blocks.segment_size(rounded, self._large_segment)):
             return "retry"
         return "garbage" if self._gc_above is not None and self.reserved > self._gc_above else None
 
@@ -276,7 +274,7 @@ class Simulator:
         for piece in pieces:
             block = Block(pool, piece.addr, piece.size, is_expandable, mapped=piece.state != "unmapped")
             if before is not None:
-                insert_after(before, block)
+                blocks.insert_after(before, block)
             before = block
             if block.mapped:
                 self.reserved += piece.size
@@ -309,7 +307,7 @@ class Simulator:
             while (
                 free[at][2].expandable
                 and at + 1 < nowhere
-                and expandable_segments.reach(free[at + 1][2]) < expandable_segments.reach(free[at][2])
+                and address_space.reach(free[at + 1][2]) < address_space.reach(free[at][2])
             ):
                 at += 1
         else:
@@ -327,7 +325,7 @@ class Simulator:
 
         The order of the attempts is that of upstream's `malloc`. Raises OutOfMemory.
         """
-        size = segment_size(rounded, self._large_segment)
+        size = blocks.segment_size(rounded, self._large_segment)
         if self._gc_above is not None:
             self._collect_garbage(self._gc_above)
         if not self._fits(size) and not (self._release_oversize(pool, rounded) and self._fits(size)):
@@ -343,7 +341,7 @@ class Simulator:
 
     def _device_malloc(self, pool: Pool, rounded: int, size: int) -> Block:
         if self._expandable:
-            return expandable_segments.grow(
+            return address_space.grow(
                 pool,
                 rounded,
                 self._page(pool),
@@ -361,11 +359,11 @@ class Simulator:
     def _reserve_range(self, pool: Pool) -> tuple[int, int]:
         """Reserve address space as `find_expandable_block` does: 9/8 of the device's memory, in whole pages."""
         wanted = UNLIMITED_RANGE if self.limit is None else self.limit + self.limit // 8
-        span = sizes.round_up(wanted, self._page(pool))
+        span = blocks.round_up(wanted, self._page(pool))
         start = self._next_address("segment_map", span) if self._next_address is not None else None
         if start is None:
             start = self._next_range
-            self._next_range += sizes.round_up(span, SMALL_SEGMENT)
+            self._next_range += blocks.round_up(span, SMALL_SEGMENT)
         return start, span
 
     def _page(self, pool: Pool) -> int:

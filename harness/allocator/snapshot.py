@@ -9,10 +9,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness.allocator.blocks import Block
+from vramsweep.harness.allocator.blocks import Block, round_request
 from vramsweep.harness.allocator.config import AllocatorConfig, to_settings
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator
-from vramsweep.harness.allocator.sizes import round_request
 from vramsweep.harness.files import outputs
 
 PROTOCOL = 4  # the newest that torch's viewer (MemoryViz.js) reads

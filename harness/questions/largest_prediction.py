@@ -16,8 +16,8 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.attempt import Launcher, ask_attempt, attempt_environment
 from vramsweep.harness.process.worker_files import LOGS
 from vramsweep.harness.spec import length_distribution, runner_table
+from vramsweep.harness.spec.fit_text import describe_trial
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep import row_builder
 from vramsweep.harness.sweep.batch_prediction import FOLDER
 from vramsweep.harness.sweep.labels import OPTIONS

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vramsweep.harness.spec import command_template, runner_table
+from vramsweep.harness.spec.fit_text import describe_trial
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial_identity import ID_DEFAULTS
-from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep.plan import Planned
 
 PARTS = ("model", "runner", "device", "allocator", "protocol")

@@ -24,7 +24,6 @@ from vramsweep.harness.messages.units import choose_unit, format_in, format_size
 from vramsweep.harness.questions import trace_query
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.verbs.parsers import read_parser
 
 AMPERE = (8, 0)
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     for trial_id, trial in asked:
         answer = trace_query.of_trial("explanation", "explain", trial_id, trial, traces)
         if answer is None:
-            raise UserError(f"{describe_trial(trial)} allocates nothing, so there is nothing to explain")
+            raise UserError(f"{fit_text.describe_trial(trial)} allocates nothing, so there is nothing to explain")
         if arguments.json:
             records.append(record(trial_id, trial, answer))
         else:

@@ -15,8 +15,8 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import largest_prediction
 from vramsweep.harness.questions.fit_prediction import find_need
 from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.spec.fit_text import describe_trial
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.session import refuse_invalid
 from vramsweep.harness.verbs import predict_answer, run_words

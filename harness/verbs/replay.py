@@ -10,8 +10,7 @@ from rich.table import Table
 
 from vramsweep.harness.allocator.peak_blocks import Holders
 from vramsweep.harness.allocator.recording import HOW_TO_RECORD, SIMULATED
-from vramsweep.harness.allocator.replay import WhatIf, what_if
-from vramsweep.harness.allocator.settings_grid import grid, rank, saving
+from vramsweep.harness.allocator.replay import WhatIf, grid, rank, saving, what_if
 from vramsweep.harness.files.outputs import refuse_input
 from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.console import Console, make_table

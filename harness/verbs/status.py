@@ -28,8 +28,8 @@ from vramsweep.harness.process.worker_files import RESULT, SPEC
 from vramsweep.harness.rows import journal, journal_lock, process_identity
 from vramsweep.harness.rows.outcome import is_answer
 from vramsweep.harness.rows.schema import SYSTEM, Row
+from vramsweep.harness.spec.fit_text import describe_trial
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep import row_builder, slurm_jobs
 from vramsweep.harness.sweep.batch_prediction import together
 from vramsweep.harness.sweep.sweep_status import Status, progress, read_status, status_from_rows

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from vramsweep.harness.allocator import config as allocator_config
-from vramsweep.harness.allocator.settings_grid import grid
+from vramsweep.harness.allocator.replay import grid
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.suggestions import check_listed

@@ -82,7 +82,11 @@ def flatten(trial: Trial, net: Any, device: torch.device) -> Sharded:
     kinds = {"sharding_strategy": library.ShardingStrategy, "backward_prefetch": library.BackwardPrefetch}
     for name, kind in kinds.items():
         if options.get(name) is not None:
-            options[name] = _named(name, kind, str(options[name]))
+            chosen = str(options[name])
+            known = [one.name for one in kind if "HYBRID" not in one.name]  # HYBRID needs groups of ranks in a node
+            if chosen.upper() not in known:
+                raise InvalidTrial(no_such_value(f"runner.options.{name}={chosen}", name, chosen, known))
+            options[name] = kind[chosen.upper()]
     half = trial.precision == "bf16"
     wrapped = FullyShardedDataParallel(
         net,
@@ -94,13 +98,6 @@ def flatten(trial: Trial, net: Any, device: torch.device) -> Sharded:
     )
     told = {"units": len(units) + 1, "mixed_precision": str(wrapped.mixed_precision), **trial.runner.options}
     return wrapped, told, counts
-
-
-def _named(option: str, kind: Any, name: str) -> Any:
-    known = [member.name for member in kind if "HYBRID" not in member.name]  # HYBRID needs groups of ranks in a node
-    if name.upper() not in known:
-        raise InvalidTrial(no_such_value(f"runner.options.{option}={name}", option, name, known))
-    return kind[name.upper()]
 
 
 def divide_tensors(trial: Trial, net: Any, mesh: DeviceMesh, device: torch.device) -> Sharded:

@@ -23,7 +23,7 @@ from vramsweep.harness.process.waiting import readable
 from vramsweep.harness.process.worker_files import PROGRESS, RESULT, TRACES
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
-from vramsweep.runners.predict import trace_cache, user_cache
+from vramsweep.runners.predict import trace_cache
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.rank.entry_modules import import_entries, import_entry
 from vramsweep.runners.symbolic import piecewise_templates, symbolic_candidate
@@ -72,13 +72,13 @@ class Tracer:
         place = self.folder / _symbolic_name(trial)
         kept, found = trace_cache.users_file(place.name, trial), None
         with contextlib.suppress(OSError):
-            found = None if kept is None else symbolic_candidate.read(user_cache.load(kept))
+            found = None if kept is None else symbolic_candidate.read(trace_cache.load(kept))
         self._run([*([] if found else [self._job(_trace_symbols, trial, place)]), *self._untraced(beside)])
         if found is None:
             with contextlib.suppress(OSError):  # its process ended before it wrote the file
                 found = symbolic_candidate.read(content := read_content(place / SYMBOLIC, links=False))
                 if found is not None and kept is not None:
-                    user_cache.keep(kept, content)
+                    trace_cache.keep(kept, content)
         if isinstance(found, symbolic_candidate.Refused):
             print(f"no symbolic trace: {found.reason}", flush=True)
         return found

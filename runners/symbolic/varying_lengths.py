@@ -415,9 +415,12 @@ def predict(trial: Trial, found: TraceFamily) -> predicted_row.Predicted:
         if at is not None:
             text += f"; that step's batch is {' + '.join(f'{one.samples} x {one.width}' for one in every[at])} tokens"
         return predicted_row.Predicted(about, predicted.phases, predicted_row.SimulatedOutOfMemoryError(text, about))
-    return predicted_row.Predicted(_columns(trial, done, every) | details | _kernels(found, trial, every)
-                               | about | length_distribution.length_columns(trial) | _notes(trial, config, details),
-                               predicted.phases, None)  # fmt: skip
+    columns = _columns(trial, done, every) | details | _kernels(found, trial, every) | about
+    notes = [*(details.get("notes") or ()), *allocator_config.estimates(config)]
+    notes += allocator_config.without_effect(config)
+    notes += [*predicted_row.ignored_settings(trial, details.get("differences") or ()), UNTIMED]
+    columns |= length_distribution.length_columns(trial) | {"notes": notes}
+    return predicted_row.Predicted(columns, predicted.phases, None)
 
 
 def _smaller(card: Gpu, need: int, fits: Callable[[Gpu], bool]) -> Gpu | None:
@@ -459,9 +462,3 @@ def _kernels(found: TraceFamily, trial: Trial, every: Sequence[Sequence[length_d
     some = {one.padded: one for one in itertools.chain.from_iterable(every)}
     seen = {kernel for one in some.values() for kernel in found.details(trial, [one])[1]["attention_kernels"] or ()}
     return {"attention_kernels": sorted(seen) or None}
-
-
-def _notes(trial: Trial, config: allocator_config.AllocatorConfig, details: Mapping[str, Any]) -> dict[str, Any]:
-    notes = [*(details.get("notes") or ()), *allocator_config.estimates(config)]
-    notes += allocator_config.without_effect(config)
-    return {"notes": [*notes, *predicted_row.ignored_settings(trial, details.get("differences") or ()), UNTIMED]}

@@ -29,7 +29,7 @@ _TABLE = json.loads(Path(__file__).with_name("operators.json").read_text("utf-8"
 FREE, OVERWRITING, SPARSE = (frozenset(_TABLE[name]) for name in ("free", "overwriting", "sparse"))
 KINDS: dict[torch.dtype, str] = {getattr(torch, name): kind for name, kind in _TABLE["dtypes"].items()}
 
-# Parts of the names of fused attention operators: torch's, and flash-attn's (techniques/flash_attention_stub.py).
+# Parts of the names of fused attention operators: torch's, and flash-attn's (techniques/attention.py).
 FUSED_ATTENTION = ("attention", "flash")
 
 # A launch of a multi-tensor kernel takes at most 320 chunks of 65,536 elements, and as many tensors as its arguments

@@ -2,7 +2,7 @@
 
 The kernel is the first of torch's order that is enabled and can serve the call (sdp_utils.cpp); a test compares an
 H200's choice in 390 calls. cuda_emulation.py puts it in place of the CPU's. Not covered: flash-attn's own kernels
-(techniques/flash_attention_stub.py); that cuDNN takes no single key and, in torch's deterministic mode, nothing; that
+(techniques/attention.py); that cuDNN takes no single key and, in torch's deterministic mode, nothing; that
 GPUs of 8.6, 8.9 and 12.x train without flash attention if heads are 193 to 224 wide, or wider and with dropout.
 """
 

@@ -26,7 +26,7 @@ from vramsweep.harness.machine import host_memory
 from vramsweep.harness.search.fit_survey import LEAST_MARGIN, NARROW, REACH, Asked, Card, Edge, RequiredBytes, Survey
 from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.runners.predict import predicted_row, trace_cache, user_cache
+from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.rank import result_file
 from vramsweep.runners.symbolic.trace_family import Curve, curve, point
@@ -64,7 +64,7 @@ def _of_family(
     anyone, asked = next(iter(family.values())), {key: one.model_dump(mode="json") for key, one in family.items()}
     kept = trace_cache.users_file(json.dumps(["edges", asked, axis, [*values], every], sort_keys=True), anyone)
     with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = {} if kept is None else json.loads(trace_cache.checked(user_cache.load(kept)))
+        found: dict[str, Any] = {} if kept is None else json.loads(trace_cache.checked(trace_cache.load(kept)))
         if found:
             return found
     groups: dict[Point, dict[str, Trial]] = defaultdict(dict)
@@ -80,9 +80,13 @@ def _of_family(
             peaks: dict[str, Any] = dict.fromkeys(PEAKS)
             if edge.largest is not None and len(family) <= FEW:
                 peaks |= edge_peaks(known, family[trial_id].model_copy(update={axis: values[edge.largest]}))
-            found[trial_id] = _encode_edge(edge, values, known.bases()) | peaks
+            numbers = {"all_up_to": edge.all_up_to, "largest": edge.largest}
+            named = {name: None if number is None else values[number] for name, number in numbers.items()}
+            traced = edge.looked_at or not edge.unanswered  # without a trace there is no basis
+            basis = (", ".join(known.bases()) if traced else None) or None
+            found[trial_id] = asdict(edge) | named | {"of": len(values), "trace_basis": basis} | peaks
     if kept is not None and all(edge["complete"] for edge in found.values()):
-        user_cache.keep(kept, trace_cache.serialize(found))
+        trace_cache.keep(kept, trace_cache.serialize(found))
     return found
 
 
@@ -194,13 +198,6 @@ def _most_held(form: SymbolicTrace, where: Point) -> npt.NDArray[np.float64]:
     tops = np.append(frees[1:], True) & ~frees  # the most is held just before a free
     different = {row.tobytes(): row for row in np.cumsum(changes, axis=0)[tops]}
     return np.array([*different.values()], dtype=np.float64).reshape(-1, count + 1)
-
-
-def _encode_edge(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:
-    numbers = {"all_up_to": edge.all_up_to, "largest": edge.largest}
-    named = {name: None if number is None else values[number] for name, number in numbers.items()}
-    basis = None if edge.unanswered and not edge.looked_at else ", ".join(bases)  # without a trace there is no basis
-    return asdict(edge) | named | {"of": len(values), "trace_basis": basis or None}
 
 
 Rooms = Mapping[str, Collection[int]]  # limits to try, by setting

@@ -6,7 +6,7 @@ It shares with the fast one only the settings and the model of addresses; the te
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from vramsweep.harness.allocator.addresses import FIRST
+from vramsweep.harness.allocator.address_space import FIRST
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig
 from vramsweep.harness.allocator.simulator import FIRST_RANGE, UNLIMITED_RANGE, OutOfMemory
 

@@ -9,13 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_allocator_simulator import OPERATIONS, record
 
-from vramsweep.harness.allocator import recording
+from vramsweep.harness.allocator import recording, replay
 from vramsweep.harness.allocator.config import MIB, parse
 from vramsweep.harness.allocator.initial_state import undo
 from vramsweep.harness.allocator.peak_blocks import at_peak, innermost_frame
 from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, check
-from vramsweep.harness.allocator.replay import TIMELINE_POINTS, Timeline, replay_as_recorded, replay_under, what_if
-from vramsweep.harness.allocator.settings_grid import grid, rank
+from vramsweep.harness.allocator.replay import TIMELINE_POINTS, Timeline, grid, rank, replay_under, what_if
 from vramsweep.harness.allocator.simulator import Simulator
 
 pytestmark = pytest.mark.deterministic
@@ -28,7 +27,7 @@ PEAK_MIB = {file: int(peak) for file, peak in cases("recorded_peaks")}
 
 def check_exact(path: Path) -> None:
     loaded = recording.load(path)
-    row = replay_as_recorded(loaded, undo(loaded))
+    row = replay.replay_as_recorded(loaded, undo(loaded))
     assert row.match is not None
     assert row.match.first_difference is None
     assert row.match.exact
@@ -59,16 +58,16 @@ def test_three_devices_with_expandable_segments_are_replayed_exactly(device):
     if not path.is_file():
         pytest.skip("shared/data/snapshots is not beside this clone")
     loaded = recording.load(path, device=device)
-    row = replay_as_recorded(loaded, undo(loaded))
+    row = replay.replay_as_recorded(loaded, undo(loaded))
     events, blocks, mapped = EXPANDABLE[device]
     assert row.match is not None and row.match.exact, row.match
     assert (row.match.segment_events, row.match.blocks, row.peak_reserved) == (events, blocks, mapped * MIB)
     if device == 1:  # ran out of memory: what is given back first, and that it does not help, follow from a limit
-        limited = replay_as_recorded(loaded, undo(loaded), (mapped + 500) * MIB)
+        limited = replay.replay_as_recorded(loaded, undo(loaded), (mapped + 500) * MIB)
         assert limited.match is not None and limited.match.exact, limited.match
         assert limited.stats is not None and limited.stats.num_alloc_retries == 2
         for other, said in ((mapped, "the replay runs out of memory"), (90_000, "the recording runs out of memory")):
-            wrong = replay_as_recorded(loaded, undo(loaded), other * MIB)
+            wrong = replay.replay_as_recorded(loaded, undo(loaded), other * MIB)
             assert wrong.match is not None and said in str(wrong.match.first_difference)
 
 
@@ -101,7 +100,7 @@ def test_own_recordings_replay_exactly_however_much_the_ring_buffer_dropped(oper
     if len(recorder.trace) < 2:
         return
     loaded = check(recorder.snapshot(keep), "own")
-    row = replay_as_recorded(loaded, undo(loaded))
+    row = replay.replay_as_recorded(loaded, undo(loaded))
     assert row.match is not None
     assert row.match.exact, row.match
     if keep == len(recorder.trace):
@@ -120,7 +119,7 @@ def test_own_recordings_with_retries_and_errors_replay_exactly_when_the_limit_is
         recorder = record(operations, config, limit)
         if len(recorder.trace) > 1:
             loaded = check(recorder.snapshot(), "own")
-            row = replay_as_recorded(loaded, undo(loaded), limit)
+            row = replay.replay_as_recorded(loaded, undo(loaded), limit)
             assert row.match is not None
             assert row.match.exact, row.match
             assert row.retries == recorder.simulator.num_alloc_retries
@@ -132,7 +131,7 @@ def test_releases_for_an_unknown_reason_are_reported_and_followed():
     recorder.simulator.release_segment(next(iter(recorder.simulator.releasable()))[1])  # only one of the two
     recorder.malloc(99, 50 * MIB)
     loaded = check(recorder.snapshot(), "own")
-    match = replay_as_recorded(loaded, undo(loaded)).match
+    match = replay.replay_as_recorded(loaded, undo(loaded)).match
     assert match is not None
     assert not match.exact
     assert (match.unexplained_releases, match.segment_events, match.matched, match.extra) == (1, 4, 3, 0)
@@ -143,7 +142,7 @@ def test_empty_cache_in_a_recording_is_repeated_under_other_settings():
     recorder = record([("malloc", 30 * MIB, 0), ("free", 0, 0), ("empty", 0, 0), ("malloc", 40 * MIB, 0)])
     loaded = check(recorder.snapshot(), "own")
     start = undo(loaded)
-    assert replay_as_recorded(loaded, start).match.releases_before_growth == 1
+    assert replay.replay_as_recorded(loaded, start).match.releases_before_growth == 1
     for config in ("", "expandable_segments:True"):
         row = replay_under(loaded, start, parse(config), None)
         assert row.stats.num_device_free == 1
@@ -160,7 +159,7 @@ def test_private_pools_keep_to_themselves():
         segment["segment_pool_id"] = (0, 1) if segment["address"] == private else (0, 0)
     loaded = check(snapshot, "own")
     start = undo(loaded)
-    assert replay_as_recorded(loaded, start).match.exact
+    assert replay.replay_as_recorded(loaded, start).match.exact
     assert replay_under(loaded, start, parse(""), None).device_allocs == 2
 
 
@@ -196,8 +195,8 @@ def test_a_recording_made_under_a_memory_fraction():
     snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] = "per_process_memory_fraction:0.5"
     loaded = check(snapshot, "own")
     start = undo(loaded)
-    assert replay_as_recorded(loaded, start).match.exact  # the retry's releases look like empty_cache
-    known = replay_as_recorded(loaded, start, 60 * MIB)
+    assert replay.replay_as_recorded(loaded, start).match.exact  # the retry's releases look like empty_cache
+    known = replay.replay_as_recorded(loaded, start, 60 * MIB)
     assert known.match.exact
     assert (known.retries, known.settings) == (1, "per_process_memory_fraction:0.5")
 
@@ -260,7 +259,7 @@ def test_what_is_no_stack_says_nothing(stack):
 def check_holders(path):
     loaded = recording.load(path)
     start = undo(loaded)
-    peak = replay_as_recorded(loaded, start).holders
+    peak = replay.replay_as_recorded(loaded, start).holders
     assert peak is not None
     live = {p.addr: p.requested for s in start.segments for p in s.pieces if p.state == "live"}
     for action, addr, size, _ in loaded.events[start.first : peak.event]:

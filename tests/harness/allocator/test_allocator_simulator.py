@@ -16,7 +16,7 @@ from conftest import ROOT, parametrized, refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vramsweep.harness.allocator.addresses import CHUNK, FIRST, Addresses
+from vramsweep.harness.allocator.address_space import CHUNK, FIRST, Addresses
 from vramsweep.harness.allocator.blocks import Block
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig, parse
 from vramsweep.harness.allocator.simulator import OutOfMemory, Piece, SegmentEvent, Simulator

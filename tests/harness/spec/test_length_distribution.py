@@ -12,7 +12,7 @@ from conftest import SETTINGS, cases, custom, parametrized, refusal, tiny
 
 from vramsweep.harness.spec import length_distribution, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
-from vramsweep.harness.spec.trial_label import describe_trial
+from vramsweep.harness.spec.fit_text import describe_trial
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.budget import Budget
 

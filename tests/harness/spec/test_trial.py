@@ -10,7 +10,7 @@ from conftest import cases, custom, parametrized, refusal, tiny
 
 from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
-from vramsweep.harness.spec.trial_label import describe_trial
+from vramsweep.harness.spec.fit_text import describe_trial
 
 
 def identity(values: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from vramsweep import __main__ as front_door
 from vramsweep.harness.config import compose
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import command_template, trial, trial_identity, trial_parser
-from vramsweep.harness.spec.trial_label import describe_trial
+from vramsweep.harness.spec.fit_text import describe_trial
 from vramsweep.harness.verbs import run
 from vramsweep.runners.trace.trace_data import cublas_workspace
 

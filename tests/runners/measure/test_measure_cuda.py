@@ -30,11 +30,10 @@ from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.loops import torch_loop
-from vramsweep.runners.measure import cuda_driver
 from vramsweep.runners.measure.counters import Nvml
 from vramsweep.runners.measure.rank_instruments import Gauges
 from vramsweep.runners.measure.step_meter import REPLAYED, Meter, StepMeter, meter_spec
-from vramsweep.runners.worker import run_rank, worker
+from vramsweep.runners.worker import run_rank, serve_forks, worker
 
 MIB = 1 << 20
 UUID = "GPU-stand-in"
@@ -381,18 +380,18 @@ def test_once_cuda_has_started_libraries_read_the_cards_as_indices(card: Card, m
 
 def test_only_a_loaded_driver_library_is_asked(tmp_path: Path) -> None:
     maps = "7f00-7f01 r-xp 0000 08:01 12      /usr/lib/x86_64-linux-gnu/libc.so.6\n"
-    assert cuda_driver.loaded(maps) is None
+    assert serve_forks.loaded(maps) is None
     for name in ("libcuda.so", "libcuda.so.1", "libcuda.so.550.54.15"):
-        assert cuda_driver.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/{name}\n") == f"/usr/lib/{name}"
-    assert cuda_driver.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcudart.so.12\n") is None
-    assert cuda_driver.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcuda.so.1 (deleted)\n")
+        assert serve_forks.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/{name}\n") == f"/usr/lib/{name}"
+    assert serve_forks.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcudart.so.12\n") is None
+    assert serve_forks.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcuda.so.1 (deleted)\n")
     mine = tmp_path / "maps"
     mine.write_text("7f02-7f03 r-xp 0000 08:01 13    /nowhere/libcuda.so.1\n")
-    assert "cannot report" in str(cuda_driver.unclean(mine))  # and is not loaded for the question
-    assert cuda_driver.unclean() is None
+    assert "cannot report" in str(serve_forks.unclean(mine))  # and is not loaded for the question
+    assert serve_forks.unclean() is None
 
 
 @parametrized("driver_answers")
 def test_anything_but_not_initialised_is_not_clean(code: int, active: bool, reason: str | None) -> None:
-    found = cuda_driver.verdict(code, active)
+    found = serve_forks.verdict(code, active)
     assert found is None if reason is None else reason in str(found)

@@ -16,7 +16,7 @@ from traces import SIMULATED
 from vramsweep.harness.files.file_names import CACHE
 from vramsweep.harness.spec import trial_parser
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.runners.predict import trace_cache, user_cache
+from vramsweep.runners.predict import trace_cache
 
 DIFFERENT = {"started_at", "duration_s", "host_load", "overhead_s"}
 
@@ -33,97 +33,97 @@ def trial(**over: Any) -> Trial:
 
 
 def place(name: str) -> Path:
-    found = user_cache.place_of(name)
+    found = trace_cache.place_of(name)
     assert found is not None
     return found
 
 
 def test_it_is_the_users_alone(kept: Path) -> None:
-    user_cache.keep(place("a"), b"x")
-    assert user_cache.load(place("a")) == b"x" and not place("b").exists()
+    trace_cache.keep(place("a"), b"x")
+    assert trace_cache.load(place("a")) == b"x" and not place("b").exists()
     [file] = kept.iterdir()
     assert (kept.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
     kept.chmod(0o770)  # others could have written it
-    assert user_cache.place_of("a") is None
+    assert trace_cache.place_of("a") is None
 
 
 def test_links_are_not_followed(kept: Path, tmp_path: Path) -> None:
-    user_cache.keep(place("a"), b"x")
+    trace_cache.keep(place("a"), b"x")
     [file] = kept.iterdir()
     (tmp_path / "theirs").write_bytes(b"y")
     file.unlink()
     file.symlink_to(tmp_path / "theirs")
     with pytest.raises(OSError, match="symbolic links"):
-        user_cache.load(file)
-    user_cache.keep(file, b"x")
+        trace_cache.load(file)
+    trace_cache.keep(file, b"x")
     assert (tmp_path / "theirs").read_bytes() == b"y"
     kept.rename(tmp_path / "elsewhere")
     kept.symlink_to(tmp_path / "elsewhere")
-    assert user_cache.place_of("a") is None
+    assert trace_cache.place_of("a") is None
 
 
 def test_what_was_not_used_for_longest_makes_room(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_cache, "MOST", 25)
+    monkeypatch.setattr(trace_cache, "MOST_KEPT", 25)
     for age, name in enumerate("ab"):
-        user_cache.keep(place(name), b"x" * 10)
+        trace_cache.keep(place(name), b"x" * 10)
         os.utime(place(name), (age, age))
-    user_cache.load(place("a"))  # which uses it
-    user_cache.keep(place("c"), b"x" * 10)
+    trace_cache.load(place("a"))  # which uses it
+    trace_cache.keep(place("c"), b"x" * 10)
     assert [place(name).exists() for name in "abc"] == [True, False, True]
 
 
 def test_it_is_read_where_nothing_can_be_written(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home that is mounted read-only, a full disk."""
-    user_cache.keep(place("a"), b"x")
+    trace_cache.keep(place("a"), b"x")
     refuse = mock.Mock(side_effect=OSError(errno.EROFS, "read-only"))
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(Path, "write_bytes", refuse)
-    assert user_cache.load(place("a")) == b"x"
-    user_cache.keep(place("b"), b"y")
+    assert trace_cache.load(place("a")) == b"x"
+    trace_cache.keep(place("b"), b"y")
     assert refuse.call_count == 2 and [file.read_text() for file in kept.iterdir()] == ["x"]
 
 
 def test_what_another_process_removes_meanwhile_stops_nobody(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_cache, "MOST", 15)
+    monkeypatch.setattr(trace_cache, "MOST_KEPT", 15)
     for age, name in enumerate("ab"):
-        user_cache.keep(place(name), b"x" * 7)
+        trace_cache.keep(place(name), b"x" * 7)
         os.utime(place(name), (age, age))
     gone = mock.Mock(path=str(kept / "gone"), stat=mock.Mock(side_effect=FileNotFoundError))
     scan = os.scandir
     monkeypatch.setattr(os, "scandir", lambda folder: [gone, *scan(folder)])
-    user_cache.keep(place("c"), b"x" * 7)
+    trace_cache.keep(place("c"), b"x" * 7)
     assert [place(name).exists() for name in "abc"] == [False, True, True]
 
 
 @parametrized("trials_of_files_of_the_user")
 def test_what_depends_on_the_users_own_files_is_not_kept(over: dict[str, Any], kept: Path) -> None:
-    assert trace_cache.users_file("a", trial()) == user_cache.place_of("a")
+    assert trace_cache.users_file("a", trial()) == trace_cache.place_of("a")
     assert trace_cache.users_file("a", Trial.model_validate(merged(trial().model_dump(mode="json"), over))) is None
 
 
 def test_another_code_or_environment_is_another_file(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = {user_cache.place_of("a")}
+    places = {trace_cache.place_of("a")}
     monkeypatch.setenv("TORCH_SOMETHING", "1")
-    places.add(user_cache.place_of("a"))
-    monkeypatch.setattr(user_cache, "_installed_state", lambda: "changed")
-    places.add(user_cache.place_of("a"))
+    places.add(trace_cache.place_of("a"))
+    monkeypatch.setattr(trace_cache, "_installed_state", lambda: "changed")
+    places.add(trace_cache.place_of("a"))
     assert len(places) == 3 and None not in places
-    monkeypatch.setattr(user_cache, "_installed_state", lambda: None)
-    assert user_cache.place_of("a") is None
+    monkeypatch.setattr(trace_cache, "_installed_state", lambda: None)
+    assert trace_cache.place_of("a") is None
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE, "")
-    assert user_cache.place_of("a") is None
+    assert trace_cache.place_of("a") is None
     monkeypatch.delenv(CACHE)
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    assert user_cache.place_of("a") is None
+    assert trace_cache.place_of("a") is None
 
 
 def test_a_kept_trace_that_is_not_as_it_was_written_is_made_anew(kept: Path, tmp_path: Path) -> None:
     asked = trial()
     key = trace_cache.trace_key(asked, asked.device.card)
-    user_cache.keep(place(key), b'{"trace": {}}\n00000000\n')
+    trace_cache.keep(place(key), b'{"trace": {}}\n00000000\n')
     assert trace_cache.load_trace(asked, asked.device.card, tmp_path) is None and not list(kept.iterdir())
 
 

@@ -18,7 +18,7 @@ from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.measure.dispatch_modes import SdpaKernels
 from vramsweep.runners.predict import trace_cache
-from vramsweep.runners.techniques import flash_attention_stub
+from vramsweep.runners.techniques.attention import STATE, flash_attn_func
 from vramsweep.runners.trace.cuda_allocations import scratch
 from vramsweep.runners.trace.sdpa_kernels import Attention, chosen_kernel
 from vramsweep.runners.trace.trace_data import Trace, generation
@@ -176,7 +176,7 @@ def test_gradients_of_what_stands_in_have_the_shapes_of_their_tensors() -> None:
         for width in (WIDTH, 20):  # padded to 24
             q = torch.empty(2, 96, HEADS, width, dtype=torch.bfloat16, requires_grad=True)
             k, v = (torch.empty(2, 96, 2, width, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-            flash_attention_stub.flash_attn_func(q, k, v, causal=True).sum().backward()
+            flash_attn_func(q, k, v, causal=True).sum().backward()
             assert all(t.grad is not None and t.grad.shape == t.shape for t in (q, k, v))
 
 
@@ -194,9 +194,9 @@ def test_flash_attn_s_backward_pass_has_accumulators(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_transformers_own_state_is_as_before(tmp_path: Path) -> None:
-    before = {name: getattr(utils, name, None) for name in flash_attention_stub.STATE}
+    before = {name: getattr(utils, name, None) for name in STATE}
     traced(tmp_path, attention="flash_attention_2", **HALF)
-    assert {name: getattr(utils, name, None) for name in flash_attention_stub.STATE} == before
+    assert {name: getattr(utils, name, None) for name in STATE} == before
 
 
 @pytest.mark.gpu
