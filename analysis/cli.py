@@ -21,8 +21,8 @@ from vramsweep.analysis.model.curves import PLAIN
 from vramsweep.harness.files import outputs
 from vramsweep.harness.files.sweep_folder import sweep_of
 from vramsweep.harness.messages import suggestions, units
-from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.argument_parser import FIGURE, PAGE, OutFile, Parser
+from vramsweep.harness.messages.console import Activity
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
 

@@ -27,7 +27,7 @@ from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import GIB, HOW, METRICS, over_ranks
 from vramsweep.analysis.display import Compared, Fits, Limits, Report, Rows
-from vramsweep.harness.config import hydra_values
+from vramsweep.harness.config import typed_words
 from vramsweep.harness.files.sweep_folder import sweep_of
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
@@ -292,5 +292,5 @@ def _words(settings: Mapping[str, Any]) -> list[str]:
         values = plain if isinstance(plain, list | tuple | range) else [plain]
         if not values:
             raise UserError(f"{key}: an empty list leaves nothing to predict")
-        found.append(f"{key}={','.join(map(hydra_values.value, values))}")
+        found.append(f"{key}={','.join(map(typed_words.value, values))}")
     return found

@@ -16,7 +16,7 @@ import speed_factors as speed
 import validation
 
 from vramsweep.harness.files import outputs
-from vramsweep.harness.hardware.roofline_efficiency import ANY, Efficiency
+from vramsweep.harness.hardware.roofline import ANY, Efficiency
 
 
 def other_cards(readings: pd.DataFrame, of: str) -> pd.Series[float]:
@@ -55,7 +55,7 @@ def efficiencies(readings: pd.DataFrame) -> list[Efficiency]:
 
 
 def write(readings: pd.DataFrame, out: Path) -> None:
-    """Write the file that harness/hardware/roofline_efficiency.py reads."""
+    """Write the file that harness/hardware/roofline.py reads."""
     lines = ",\n".join(f" {json.dumps(asdict(one))}" for one in efficiencies(readings))
     outputs.write(out, f"[\n{lines}\n]\n")
 

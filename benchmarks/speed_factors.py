@@ -1,6 +1,6 @@
 """Fit estimates to published speeds: factors by GPU and kind of arithmetic, judged by leaving out sources or GPUs.
 
-The model is in harness/hardware/roofline_efficiency.py; analysis/compare/calibrate.py fits factors to a user's own
+The model is in harness/hardware/roofline.py; analysis/compare/calibrate.py fits factors to a user's own
 rows. The fit is robust (soft L1), to logarithms of measured over estimated seconds. Every source has the same weight,
 however many readings it has. A GPU's factors are drawn towards those of all GPUs, because one GPU's readings rarely
 tell five factors apart. A roofline cannot be beaten, so the factors of compute, attention and memory are at least 1.
@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 from validation import SPEED, percent, size
 
 from vramsweep.analysis.model.curves import Array
-from vramsweep.harness.hardware.roofline_efficiency import PARTS, arithmetic_kind
+from vramsweep.harness.hardware.roofline import PARTS, arithmetic_kind
 
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)
 LAUNCHES = "estimated_launches"

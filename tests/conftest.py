@@ -26,7 +26,7 @@ from _pytest.capture import CaptureResult
 from unchanged import pytest_addoption, pytest_configure
 
 from vramsweep import __main__ as front_door
-from vramsweep.harness.machine import gpu_occupancy, machine
+from vramsweep.harness.machine import gpu_readiness, machine
 from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.sweep import plan, run_trials
@@ -206,7 +206,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _locks_of_cards_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test process its own lock folder, because concurrent tests invent GPUs of the same names."""
-    monkeypatch.setattr(gpu_occupancy, "PLACE", tmp_path_factory.getbasetemp() / "locks")
+    monkeypatch.setattr(gpu_readiness, "PLACE", tmp_path_factory.getbasetemp() / "locks")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from hydra_plugins.vramsweep import adaptive
 from vramsweep.analysis.data.load import load
 from vramsweep.analysis.figures.inferred import of_inferred
 from vramsweep.harness.config import compose
-from vramsweep.harness.files import inferred_points
+from vramsweep.harness.files import sweep_folder
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.machine import machine
 from vramsweep.harness.rows import journal
@@ -32,7 +32,7 @@ def test_adaptive_measures_few_points_says_what_the_others_come_to_and_goes_on(h
     out = cli.run("sweep", *words).out
     folder = here / "results" / "tiny-torch-cpu"
     rows = journal.terminal(journal.read(folder)[0])
-    lines = {line["trial_id"]: line for line in inferred_points.read(folder)}
+    lines = {line["trial_id"]: line for line in sweep_folder.read_inferred(folder)}
     assert 9 < len(rows) <= 40 and len(rows) + len(lines) == 128 and not rows.keys() & lines.keys()
     assert f"{len(rows)} of 128 points measured" in out
     assert all(line["peak_allocated_bytes_basis"] == "curve" and line["fits"] for line in lines.values())
@@ -110,7 +110,7 @@ def measured(here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Measured:
         monkeypatch.setattr(session, "Launcher", type("Own", (Measuring,), {"failing": failing}))
         out = cli.run("sweep", *ADAPTIVE, "report=false", "name=t", *words, status=int(bool(failing))).out
         place = here / "results" / "t"
-        return out, list(journal.terminal(journal.read(place)[0]).values()), inferred_points.read(place)
+        return out, list(journal.terminal(journal.read(place)[0]).values()), sweep_folder.read_inferred(place)
 
     return run
 
@@ -199,7 +199,7 @@ def test_adaptive_on_a_card_measures_few_beside_its_predictions_and_finds_what_f
     measured = journal.terminal(journal.read(folder)[0]).values()
     assert {row["device"] for row in measured} == {"cuda"} and len(measured) <= 30
     truth = {row["seq_len"]: row for row in journal.terminal(journal.read(folder.with_name("t-predicted"))[0]).values()}
-    lines = inferred_points.read(folder)
+    lines = sweep_folder.read_inferred(folder)
     assert len(lines) + len(measured) == 128
     edge = max(row["seq_len"] for row in measured if row["outcome"] == "ok")
     full = min(row["seq_len"] for row in measured if row["outcome"] == "oom")
@@ -221,7 +221,7 @@ def test_adaptive_goes_on_without_predictions_where_a_target_cannot_be_traced(
     monkeypatch.setattr(session, "Launcher", Measuring)
     own = (*ON_CARD[:-1], "runner=custom", f"runner.target={TARGETS / 'simulated_faults.py'}:raises_beyond_4")
     said = cli.run("sweep", *own, "seq_len=range(16,1025,16)")
-    lines = inferred_points.read(here / "results" / "t")
+    lines = sweep_folder.read_inferred(here / "results" / "t")
     rows = journal.terminal(journal.read(here / "results" / "t")[0]).values()
     assert {row["outcome"] for row in rows} == {"ok"} and len(rows) + len(lines) == 64
     assert {line["peak_allocated_bytes_basis"] for line in lines} == {"curve"}

@@ -97,7 +97,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-HYDRA = ("config/compose", "config/overrides", "config/resolve_config")
+HYDRA = ("config/compose", "config/overrides")
 PURE = [
     *(ROOT / "harness" / "search").glob("*.py"), *(ROOT / "harness" / "hardware").glob("*.py"),
     *(ROOT / "harness" / f"{name}.py" for name in (

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, Cli, cases
 
 from vramsweep.harness.files.sweep_folder import refuse_missing
-from vramsweep.harness.messages import activity
+from vramsweep.harness.messages import console
 from vramsweep.harness.messages.errors import UserError
 
 
@@ -125,8 +125,8 @@ def test_the_first_pages_make_vramsweep_reachable_and_lead_to_eight_gpus(page: s
 
 @pytest.mark.usefixtures("here")
 def test_reading_many_settings_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity, "FIRST_S", 0)
-    monkeypatch.setattr(activity, "LOOK_S", 0.001)
+    monkeypatch.setattr(console, "FIRST_S", 0)
+    monkeypatch.setattr(console, "LOOK_S", 0.001)
     said = cli.run("plan", "model=tiny", "device=simulated", "seq_len=1..200", "predict=false").err
     assert "reading the settings of 200 trials" in said and "checking the settings of 200 trials" in said
 

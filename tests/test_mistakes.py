@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from conftest import TINY, Cli, cases, parametrized
 
-from vramsweep.harness.config import conf_files, known_words, settings_reference, typed_words
+from vramsweep.harness.config import conf_files, settings_reference, typed_words
 from vramsweep.harness.config.compose import detect, read_positions
 from vramsweep.harness.machine import hub_models, machine
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import plan
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_a_gpu_s_name_of_several_words_leads_to_the_listed_one(typed: str) -> No
 
 @pytest.mark.parametrize(("typed", "model"), cases("spellings_of_models"))
 def test_a_model_s_name_in_another_spelling(typed: str, model: str, here: Path) -> None:
-    assert known_words.find_model(typed) == model and understood(f"model={typed}") == [f"model={model}"]
+    assert conf_files.find_model(typed) == model and understood(f"model={typed}") == [f"model={model}"]
     assert (
         understood("--config-dir", "own", f"model={typed}")[-1] == f"model={typed}"
     )  # which may have one of this name
@@ -78,11 +78,11 @@ def test_a_model_s_name_in_another_spelling(typed: str, model: str, here: Path) 
 
 @pytest.mark.parametrize("typed", ["llama38b", "llama3-1.8b", "llama3", "other/llama3-8b", "qwen2.5-7b", "8b", ""])
 def test_what_may_be_several_models_or_none(typed: str) -> None:
-    assert known_words.find_model(typed) is None
+    assert conf_files.find_model(typed) is None
 
 
 def test_each_built_in_model_has_a_name_of_its_own() -> None:
-    assert all(known_words.find_model(name) == name for name in conf_files.file_names("model"))
+    assert all(conf_files.find_model(name) == name for name in conf_files.file_names("model"))
 
 
 def test_a_model_of_which_files_are_needed_is_the_hub_s_own() -> None:
@@ -120,16 +120,16 @@ def test_every_alias_stands_for_what_there_is() -> None:
     for name, now in typed_words.ALIASES.items():
         key, _, value = now.partition("=")
         assert key in known and ("=" in name or name not in known)
-        assert not value or value in known_words.list_options(key)
+        assert not value or value in conf_files.list_options(key)
     assert not typed_words.ALIASES.keys() & {*Trial.model_fields, *plan.SETTINGS}
 
 
 def test_what_is_found_elsewhere_hides_no_setting() -> None:
     """A word of another tool may be the last part of a setting here, and then the setting is named too."""
-    assert not known_words.ELSEWHERE.keys() & known_words.setting_names()
+    assert not conf_files.ELSEWHERE.keys() & conf_files.setting_names()
     tails = {name.rpartition(".")[2]: name for name in conf_files.written_defaults()}
-    for word in known_words.ELSEWHERE.keys() & tails:
-        assert tails[word] in known_words.ELSEWHERE[word]
+    for word in conf_files.ELSEWHERE.keys() & tails:
+        assert tails[word] in conf_files.ELSEWHERE[word]
     assert "warmup_steps" in tails
 
 

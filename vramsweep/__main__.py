@@ -17,7 +17,7 @@ from typing import cast
 
 from vramsweep import verbs
 from vramsweep.harness.files import bounded_reads, file_names, sweep_folder
-from vramsweep.harness.messages import optional_dependencies, suggestions, terminal
+from vramsweep.harness.messages import suggestions, terminal
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.version import __version__
 
@@ -99,7 +99,7 @@ def _main(words: list[str]) -> int:
     except ModuleNotFoundError as error:  # an environment of the user's own (VENV=) that lacks something
         if error.name is None or error.name.split(".")[0] in ("vramsweep", "hydra_plugins"):
             raise
-        print(f"vramsweep: {optional_dependencies.missing_package(error.name, name)}", file=sys.stderr)
+        print(f"vramsweep: {suggestions.missing_package(error.name, name)}", file=sys.stderr)
         return 2
 
 

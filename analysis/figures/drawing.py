@@ -25,7 +25,7 @@ from vramsweep.analysis.figures.plots import Figure
 from vramsweep.harness.files import outputs
 from vramsweep.harness.files.bounded_reads import error_reason, replaced
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.messages.optional_dependencies import missing_package
+from vramsweep.harness.messages.suggestions import missing_package
 
 if TYPE_CHECKING:
     from py_mini_racer import MiniRacer

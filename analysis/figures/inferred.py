@@ -14,7 +14,7 @@ from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.composition import AXES
 from vramsweep.analysis.figures.plots import COLOURS, End, Figure, escape
 from vramsweep.analysis.figures.style import Look
-from vramsweep.harness.files import inferred_points
+from vramsweep.harness.files.sweep_folder import read_inferred
 
 FIGURES = 4  # most figures
 COLUMNS = {"peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved"}
@@ -23,7 +23,7 @@ COLUMNS = {"peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved
 def of_inferred(table: Table) -> list[Figure]:
     """Draw a figure for each configuration of which something was inferred, along length, else along batch."""
     ran = set(table.frame.loc[table.frame["outcome"].isin(["ok", "oom"]), "trial_id"])  # run by another command since
-    lines = pd.DataFrame([line for line in inferred_points.read(Path(table.source)) if line.get("trial_id") not in ran])
+    lines = pd.DataFrame([line for line in read_inferred(Path(table.source)) if line.get("trial_id") not in ran])
     if not {"configuration", "seq_len", "micro_batch", *list(COLUMNS)[:1]} <= set(lines):
         return []
     for name in map(str, lines):

@@ -36,7 +36,7 @@ from vramsweep.analysis.report import findings, latex, page, paper_tables, summa
 from vramsweep.analysis.report.content import ALL_ROWS, Content, Fitting, collect, split_worlds
 from vramsweep.analysis.report.findings import values
 from vramsweep.analysis.report.summary import Summary
-from vramsweep.harness.files import file_names, inferred_points, outputs
+from vramsweep.harness.files import file_names, outputs, sweep_folder
 from vramsweep.harness.files.bounded_reads import error_reason
 from vramsweep.harness.files.sweep_folder import OWN, own_files, sweep_of
 from vramsweep.harness.messages.console import Console
@@ -272,7 +272,7 @@ def _other_files(table: Table, source: Path) -> Iterator[Path]:
     """Yield what a report of the sweep in this folder reads besides its journals."""
     own = own_files(source)
     yield from sorted((*source.glob("plan*.json"), *source.glob(f"{OWN}/plan*.json")))
-    yield own / inferred_points.NAME
+    yield own / sweep_folder.INFERRED
     yield from (own / str(name) for name in table.frame["recording"].dropna().head(RECORDINGS))
     if (own / "traces").is_dir():
         yield from sorted((own / "timelines").glob("*.json"))

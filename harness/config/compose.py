@@ -2,31 +2,38 @@
 
 Hydra calls a `HydraTask`, either once with all configurations (through hydra_plugins/vramsweep), or batch by batch.
 All at once are only collected. Batches come from a sweeper that looks at results; the sweep's session answers them.
+Configurations become plain values here, and the resolvers that conf/ refers to are here.
 """
 
 import argparse
+import contextlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import hydra.version
 from hydra._internal.utils import _run_hydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from vramsweep.harness.config import conf_files, overrides, resolve_config, typed_words
+from vramsweep.harness.config import conf_files, overrides, typed_words
 from vramsweep.harness.config.conf_files import CONF
-from vramsweep.harness.config.resolve_config import Job
-from vramsweep.harness.files import plain_json
+from vramsweep.harness.files import plain_json, redaction
 from vramsweep.harness.machine import hub_models, machine
 from vramsweep.harness.messages import suggestions
-from vramsweep.harness.messages.activity import Activity
+from vramsweep.harness.messages.console import Activity
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process import worker_environment
+from vramsweep.harness.spec import command_template, deepspeed_config
+from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.session import Answer, Session
 
+Job = tuple[DictConfig, dict[str, int]]  # a configuration, which several jobs may share, and values to set in it
 DEVICE = "vramsweep.device"  # the resolver that conf/config.yaml refers to
 
 
@@ -68,9 +75,10 @@ class HydraTask:
             raise SystemExit(2) from None
 
     def plain_values(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """Return each job's configuration as plain values. Raises UserError."""
+        """Return each job's plain values. Raises UserError for a missing value and for a key that is not ours."""
         with overrides.variable(overrides.FULL_ERROR, None):
-            return resolve_config.plain_values(jobs)
+            resolved = {id(one): _resolved(one) for one in {id(config): config for config, _ in jobs}.values()}
+        return [resolved[id(config)] | values for config, values in jobs]
 
     def detect(self) -> str:
         """Return the device that `auto` stands for on this machine; record in the session that `auto` was used."""
@@ -114,9 +122,6 @@ def _describe_missing_model(path: str) -> str | None:
 def detect() -> str:
     """Return the device that `device=auto` stands for on this machine: cuda or simulated."""
     return machine.choose_device(os.environ)[0]
-
-
-OmegaConf.register_new_resolver(DEVICE, detect, replace=True)
 
 
 def compose(argv: Sequence[str], verb: str, action: str, session: Session) -> list[dict[str, Any]]:
@@ -253,3 +258,50 @@ def _remaining_words(case: Sequence[str], own: Sequence[str], options: Mapping[s
 def _setting(word: str) -> tuple[str, str]:
     key, _, value = word.lstrip("+~").partition("=")
     return key, value
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    """Return the configuration's plain values. Raises UserError for a missing value, an unknown key and a secret."""
+    try:
+        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key} is not set: give {error.full_key}=VALUE") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
+    assert isinstance(values, dict)
+    if said := redaction.secrets_problem(values):
+        raise UserError(said)
+    if redaction.contains_secret(values, worker_environment.secrets(os.environ)):  # by ${oc.env:NAME}, in a file
+        raise UserError(
+            "a setting holds the value of an environment variable that may be a secret (*TOKEN*, *KEY*, ...) and would "
+            "be written into the results; leave it out, because workers have the variable anyway"
+        )
+    required = {*plan.SETTINGS, *(name for name, kind in Trial.model_fields.items() if kind.is_required())}
+    if gone := sorted(required - values.keys()):
+        raise UserError(f"{gone[0]} was removed from the configuration, but is needed; give {gone[0]}=VALUE")
+    known = {*plan.SETTINGS, *Trial.model_fields}
+    if unknown := [str(key) for key in values if key not in known]:
+        allowed = [*(known - {"repeat", "fingerprints"}), *overrides.options()]
+        text = suggestions.unknown_key(unknown[0], None, allowed, overrides.keys())
+        raise UserError(f"{text}; a group of your own (+GROUP=OPTION) needs --config-dir DIR")
+    return {str(key): value for key, value in values.items()}
+
+
+def _target(target: str | None) -> str:
+    """Return the model name file.build of `path/to/file.py:build`; a missing target is refused by another rule."""
+    path, _, function = (target or "").rpartition(":")
+    return f"{Path(path).stem}.{function}" if path else "target"
+
+
+def _from_deepspeed(axis: str, otherwise: Any, *, _root_: Any) -> Any:
+    """Return the ds_config's value of an axis that is left alone, or `otherwise` without a readable one."""
+    with contextlib.suppress(UserError):
+        if path := _root_.get("ds_config"):
+            return deepspeed_config.axes(deepspeed_config.read(str(path)), _root_.world_size).get(axis, otherwise)
+    return otherwise
+
+
+OmegaConf.register_new_resolver(DEVICE, detect, replace=True)
+OmegaConf.register_new_resolver("vramsweep.said", _from_deepspeed, replace=True)
+OmegaConf.register_new_resolver("vramsweep.target", _target, replace=True)
+OmegaConf.register_new_resolver("vramsweep.program", lambda of: command_template.program(of or ""), replace=True)

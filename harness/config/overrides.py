@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from vramsweep.harness.config import known_words, settings_reference
+from vramsweep.harness.config import conf_files, settings_reference
 from vramsweep.harness.config.conf_files import AUTO, CONF
 from vramsweep.harness.files import redaction, yaml_guard
 from vramsweep.harness.messages import suggestions, units
@@ -197,7 +197,7 @@ def _explanation(error: Exception, overrides: Sequence[str]) -> str:
     if text.startswith(("Error merging override", "Error in call to target")):  # the reason is in the cause
         return f"{text.rstrip(':')}: {next(iter(str(cause).strip().splitlines()), repr(cause))}"
     if isinstance(error, OverrideParseException):
-        values = {key: list(known_words.list_options(key)) for key in ("sharding", "optimizer")}
+        values = {key: list(conf_files.list_options(key)) for key in ("sharding", "optimizer")}
         return suggestions.describe_unreadable(error.override, values | options())
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from vramsweep.harness.config.conf_files import CONF
-from vramsweep.harness.config.hydra_values import KEY, value
+from vramsweep.harness.config.typed_words import KEY, value
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.spec import trial_identity

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from vramsweep.harness.config import conf_files, known_words
+from vramsweep.harness.config import conf_files
 from vramsweep.harness.config.conf_files import AUTO, CONF, TITLES, Option, Setting, chosen_options
 from vramsweep.harness.hardware import gpu_lookup, interconnects
 from vramsweep.harness.rows import schema
@@ -83,7 +83,7 @@ def values(key: str) -> tuple[str, ...]:
     """Return the possible values of a setting; empty if it is a number or a text."""
     if key in ("device.link", "device.interconnect"):
         return tuple(interconnects.link_names(key == "device.interconnect"))
-    if named := known_words.list_options(key):
+    if named := conf_files.list_options(key):
         return named
     kind = _kind(Trial, key.split(".")) or {one.name: one.type for one in dataclasses.fields(Settings)}.get(key)
     if get_origin(kind) is Literal:

@@ -1,4 +1,4 @@
-"""Words as people type them, turned into the words of conf/.
+"""Words as people type them, turned into the words of conf/, with values in Hydra's grammar for overrides.
 
 Examples: --seq-len 512, batch_size=8, gpu=H100-80GB, model=Qwen/Qwen3-8B, seq_len=1..4096. A word that is no setting is
 refused before Hydra, or anything else that is heavy, is imported.
@@ -7,20 +7,24 @@ refused before Hydra, or anything else that is heavy, is imported.
 import argparse
 import itertools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from vramsweep.harness.config import conf_files, known_words
-from vramsweep.harness.config.conf_files import whole_numbers
-from vramsweep.harness.config.hydra_values import split_values, value
-from vramsweep.harness.config.known_words import ALIASES
+from vramsweep.harness.config import conf_files
+from vramsweep.harness.config.conf_files import ALIASES, whole_numbers
 from vramsweep.harness.files import redaction
 from vramsweep.harness.messages import suggestions, units
 from vramsweep.harness.messages.argument_parser import FLAGS, VALUED
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import command_template, gpu_names
 
+KEY = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
+_PLAIN = re.compile(r"[A-Za-z_][\w./:-]*", re.ASCII)
+QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_WHOLE = re.compile(rf"{QUOTED.pattern}|\([^()]*\)|\[[^\[\]]*\]|\{{[^{{}}]*\}}")
 _FLAG = re.compile(r"-{1,2}[A-Za-z][\w.-]*", re.ASCII)
 _SETTING = re.compile(r"[+~]?[A-Za-z_][\w./@:-]*=", re.ASCII)
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:(?::|\.\.)(-?\d+))?")
@@ -64,8 +68,8 @@ def understand(
     own = command_template.placeholder_names(" ".join(typed[at:]))
     pairs = list(_spell_flags(typed[:at], Line(parser, own)))
     closed &= not any(word.partition("=")[0].lstrip("+") in _OWN_FILES for word in typed[:at])
-    free = known_words.LEFT_OUT.difference(own) if closed else frozenset()
-    left = [word for word, setting in pairs if setting and known_words.find_name(word.partition("=")[0]) in free]
+    free = conf_files.LEFT_OUT.difference(own) if closed else frozenset()
+    left = [word for word, setting in pairs if setting and conf_files.find_name(word.partition("=")[0]) in free]
     pairs = [pair for pair in pairs if pair[0] not in left]
     line = Line(parser, own, [word for word, setting in pairs if setting], closed)
     read = _leave_out([(word, _read(word, line) if setting else [word]) for word, setting in pairs])
@@ -84,7 +88,7 @@ def refuse_bare_model(typed: Sequence[str]) -> None:
     """Raise UserError for the bare name of a model, unless a setting gives one or a file or folder has that name."""
     given = any(re.match(r"[-+]*(base[_-])?model([_-]\w+)*(=|$)", word, re.IGNORECASE) for word in typed)
     for before, word in zip(["=", *typed], typed, strict=False):
-        named = word.casefold() in conf_files.hub_ids() or known_words.find_model(word)
+        named = word.casefold() in conf_files.hub_ids() or conf_files.find_model(word)
         if not given and "=" in before and named and not Path(word).exists():
             raise UserError(f"{word}: settings are given as KEY=VALUE; write model={word}")
 
@@ -103,11 +107,11 @@ def _refuse_apart(typed: Sequence[str]) -> None:
         if _SETTING.match(word) and word.endswith(","):
             raise UserError(f"{word}: a comma stands only between two values; write {word.rstrip(',')}")
         several = re.fullmatch(r"-*([\w.-]+)[= ](\d+(?: \d+)+)", " ".join([word, *after]))
-        if several and ALIASES.get(name := f"{known_words.find_name(several[1])}", name) in whole_numbers():
+        if several and ALIASES.get(name := f"{conf_files.find_name(several[1])}", name) in whole_numbers():
             raise UserError(f"{several[0]}: commas separate values; write {name}={several[2].replace(' ', ',')}")
         name, _, text = word.partition(":")
         bare = "=" not in word and not word.startswith("-") and not before.startswith("-")
-        if bare and (text or after) and not Path(word).exists() and (found := known_words.find_name(name)):
+        if bare and (text or after) and not Path(word).exists() and (found := conf_files.find_name(name)):
             said = word if text else f"{word} {after[0]}"
             raise UserError(f"{said}: settings are given as KEY=VALUE; write {found}={text or after[0]}")
 
@@ -150,7 +154,7 @@ def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]
             key = ALIASES.get(name, name)
             default = conf_files.written_defaults().get(key)
             switch = default in ("true", "false") or not {f"{name}=true", f"{key}=true"}.isdisjoint(ALIASES)
-            if not (equals or follows or switch or name in known_words.LEFT_OUT):
+            if not (equals or follows or switch or name in conf_files.LEFT_OUT):
                 raise UserError(f"{flag} has no value; write {key}=VALUE")
             yield f"{name}={text if equals else rest.pop(0) if follows else 'true'}", True
         elif not flag.startswith("--") and flag[1] in "cimprs":  # Hydra's, with a value in the same word
@@ -163,14 +167,14 @@ def _name(typed: str, line: Line) -> str | None:
     """Return the setting's name if it is the command's own, in an open dictionary, or known; else None."""
     if typed in line.own or any(f"{typed}.".startswith(f"{place}.") for place in (*suggestions.OPEN, "hydra")):
         return typed
-    return known_words.find_name(typed)
+    return conf_files.find_name(typed)
 
 
 def _unknown(typed: str, said: str, line: Line) -> str:
     """Return a message with a guess at what an unknown setting or option means; it never suggests Hydra's options."""
     flags = [flag for flag in line.parser._option_string_actions if flag not in FLAGS or flag in ("--json", "--all")]
     own = {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
-    return known_words.describe_unknown(typed, said, line.parser.prog, own)
+    return conf_files.describe_unknown(typed, said, line.parser.prog, own)
 
 
 def _read(word: str, line: Line) -> list[str]:
@@ -179,7 +183,7 @@ def _read(word: str, line: Line) -> list[str]:
     name = _name(typed, line)
     if name is None and line.closed and re.fullmatch(r"\w[\w-]*", typed):
         raise UserError(_unknown(typed, f"{word}: there is no setting {typed!r}", line))
-    if name is None or typed in line.own or name not in known_words.all_names() - known_words.LEFT_OUT:
+    if name is None or typed in line.own or name not in conf_files.all_names() - conf_files.LEFT_OUT:
         return [word]
     key = ALIASES.get(name, name)
     items = [item.strip() for item in split_values(text)]
@@ -191,9 +195,9 @@ def _read(word: str, line: Line) -> list[str]:
     (now, *more), values = sorted({one.partition("=")[0] for one in read}), [one.partition("=")[2] for one in read]
     if more:
         raise UserError(f"{word}: a folder or a hub model is a sweep of its own; leave the built-in models out")
-    if now not in known_words.setting_names():
+    if now not in conf_files.setting_names():
         allowed = [f"{alias}, which is {what}" for alias, what in ALIASES.items() if alias.startswith(f"{name}=")]
-        elsewhere = known_words.ELSEWHERE.get(name)
+        elsewhere = conf_files.ELSEWHERE.get(name)
         raise UserError(f"{word}: allowed is {', or '.join(allowed)}{f'; {elsewhere}' if elsewhere else ''}")
     hub = ["model=hub"] if now == "model.path" != key else []
     return [*hub, f"{now}={text if values == items else ','.join(values)}"]
@@ -224,10 +228,10 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
         _refuse_number(word, key, item)
     if plain:  # these raise for an unknown unit
         units.parse_seconds(item, f"{key}={item}") if key == "budget" else units.in_its_unit(key, item)
-    names = known_words.list_options(key)
+    names = conf_files.list_options(key)
     same = item if item in names else next((name for name in names if name.casefold() == item.casefold()), None)
     if same is None and names and plain and line.closed:
-        there = known_words.ELSEWHERE.get(item.casefold())  # sharding=fsdp, adapter=qlora
+        there = conf_files.ELSEWHERE.get(item.casefold())  # sharding=fsdp, adapter=qlora
         raise UserError(f"{word}: {there}" if there else suggestions.unknown_option(key, item, names))
     return f"{key}={same or item}"
 
@@ -256,11 +260,11 @@ def _model(word: str, item: str, line: Line) -> str:
     files = re.compile(r"weights=(?!random$)|data=(?!synthetic$|['\"]?lengths:)")  # only a hub's model has these
     built_in = None if any(map(files.match, line.settings)) else conf_files.hub_ids().get(item.casefold())
     folder = Path(item).parent if item.endswith("config.json") else Path(item)
-    if (folder / "config.json").is_file() and item not in known_words.list_options("model"):
+    if (folder / "config.json").is_file() and item not in conf_files.list_options("model"):
         return f"model.path={value(str(folder))}"
     if built_in is None and (_HUB_ID.fullmatch(item) or re.match(r"\.{0,2}/", item)):
         return f"model.path={value(item)}"
-    return _value(word, "model", built_in or (line.closed and known_words.find_model(item)) or item, line)
+    return _value(word, "model", built_in or (line.closed and conf_files.find_model(item)) or item, line)
 
 
 def _notes(word: str, now: str) -> Iterator[str]:
@@ -317,3 +321,32 @@ def _span(word: str, item: str) -> range:
     if last < first:
         raise UserError(f"{word}: {item} is empty, because ranges go up; write {last}..{first}")
     return range(first, last + 1, step)
+
+
+def value(of: Any) -> str:
+    """Return a value in Hydra's override grammar, quoted if ambiguous. Raises UserError for a key it cannot express."""
+    if of is None or isinstance(of, bool):
+        return "null" if of is None else str(of).lower()
+    if isinstance(of, (int, float)):
+        return repr(of)
+    if isinstance(of, list):
+        return f"[{','.join(map(value, of))}]"
+    if isinstance(of, Mapping):
+        for key in of:
+            if not KEY.fullmatch(str(key)):
+                raise UserError(f"the key {key!r} cannot be written on the command line")
+        return f"{{{','.join(f'{key}:{value(v)}' for key, v in of.items())}}}"
+    text = str(of)
+    if _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "nan", "inf"):
+        return text
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # otherwise it would be an interpolation
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
+
+
+def split_values(text: str) -> Iterator[str]:
+    """Yield the texts between the commas; commas in quotes or brackets do not separate."""
+    masked, changed = text, 1
+    while changed:
+        masked, changed = _WHOLE.subn(lambda match: "-" * len(match[0]), masked)
+    at = [n for n, sign in enumerate(masked) if sign == ","]
+    return (text[low + 1 : high] for low, high in pairwise([-1, *at, len(text)]))

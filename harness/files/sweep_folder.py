@@ -6,16 +6,20 @@ before the import of what reads rows, which takes seconds. Known limit: a sweep 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from vramsweep.harness.files import file_names
+from vramsweep.harness.files import file_names, plain_json
+from vramsweep.harness.files.bounded_reads import read_content, replaced
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 
 OWN = "trials"
 CLUSTER = "cluster"  # among the own files: submitit's scripts and pickles, the jobs' logs, and `JOBS`
 JOBS = "jobs.json"  # the shard of each job that was ever submitted
+INFERRED = "inferred.jsonl"  # among the own files: values of points that were not measured, never in the journal
 MOST_LISTED = 8  # sweeps that a message names
 FOREIGN = "; CSV and Parquet files can be read, too"
 _NAME_ONE = "name a folder under results/, as `vramsweep status` lists them"
@@ -94,3 +98,23 @@ def describe_missing(place: Path) -> str:
     listed = f"{', '.join(names[:MOST_LISTED])}{more}"
     several = f"{len(names)} sweeps, the newest first" if len(names) > 1 else "1 sweep"
     return f"{place} is not a sweep; it contains {several}: {listed}; name one, such as {place / names[0]}"
+
+
+def write_inferred(folder: Path, lines: Iterable[Mapping[str, Any]], asked: Collection[str]) -> None:
+    """Replace the lines of the trials in `asked` (ids), because the old ones depend on fewer points; keep those of
+    other trials, which another command has inferred.
+
+    A line a point: `trial_id`, `seq_len`, `micro_batch`, `fits` (null: unknown), and `configuration` (the trial id of a
+    measured point that differs only in length and batch). Each known column has its value, `_low` and `_high` (the ends
+    of a 95 % interval, bytes) and `_basis`: prediction+residual or curve.
+    """
+    others = [line for line in read_inferred(folder) if line.get("trial_id") not in asked]
+    with replaced(own_files(folder) / INFERRED) as aside:
+        aside.write_text("".join(json.dumps(line) + "\n" for line in (*others, *lines)), encoding="utf-8")
+
+
+def read_inferred(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines; an empty list if nothing was inferred. A line that is no JSON object is left out."""
+    with contextlib.suppress(OSError):
+        return list(plain_json.read_objects(read_content(own_files(folder) / INFERRED)))
+    return []

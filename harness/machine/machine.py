@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from vramsweep.harness.messages import optional_dependencies
+from vramsweep.harness.messages import suggestions
 from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques.catalog import version as version
 from vramsweep.version import __version__
@@ -60,7 +60,7 @@ def nvml_problem() -> str | None:
     the same name with older functions.
     """
     if pynvml is None:
-        return optional_dependencies.missing_package("pynvml")
+        return suggestions.missing_package("pynvml")
     missing = [name for name in _NEEDED if not hasattr(pynvml, name)]
     if not missing:
         return None

@@ -1,7 +1,13 @@
-"""Answers to a mistyped command line: what was wrong, what is allowed, what to type. Text from data."""
+"""Answers to a mistyped command line or a missing package: what was wrong, what is allowed, what to type.
+
+Text from data. Packages of single techniques are not listed here (spec/techniques/schema.py).
+"""
 
 import difflib
+import json
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -144,3 +150,25 @@ def quote_words(key: str, value: str) -> str:
     """Return the override as one types it in a shell, the value one text."""
     inner = value.replace("\\", "\\\\").replace('"', '\\"')
     return f"'{key}=\"{inner}\"'"
+
+
+# The imported modules of each extra of pyproject.toml, by their names in an import.
+EXTRAS: dict[str, list[str]] = json.loads(Path(__file__).with_name("extras.json").read_text("utf-8"))
+MEASURING = ("sweep", "run")  # verbs that need all of a sweep's packages
+
+
+def find_extra(module: str) -> str:
+    """Return the extra that brings a module; "" for one that no extra brings."""
+    return next((extra for extra, modules in EXTRAS.items() if module.partition(".")[0] in modules), "")
+
+
+def missing_package(module: str, verb: str = "") -> str:
+    """Say in one line what to install for a missing module; for verbs that measure, all that a sweep needs."""
+    name, extra = module.partition(".")[0], find_extra(module)
+    if extra in ("predict", "sweep", "deepspeed") and verb in MEASURING:
+        extra = "all"
+    root = Path(__file__).resolve().parents[2]
+    editable = (root / "pyproject.toml").is_file()  # a checkout: `harness` is at its top
+    what = shlex.quote((str(root) if editable else "vramsweep") + (f"[{extra}]" if extra else ""))
+    kept = ", which keeps an installed torch" if extra in ("predict", "sweep", "all") else ""
+    return f"{name} is not installed; {sys.executable} -m pip install {'-e ' * editable}{what}{kept}"

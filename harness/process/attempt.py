@@ -37,8 +37,8 @@ from typing import Any
 from vramsweep.harness.files import plain_json
 from vramsweep.harness.files.bounded_reads import error_reason, read_content, read_tail
 from vramsweep.harness.machine import machine
-from vramsweep.harness.machine.gpu_occupancy import Occupancy
-from vramsweep.harness.messages.activity import Activity
+from vramsweep.harness.machine.gpu_readiness import Occupancy
+from vramsweep.harness.messages.console import Activity
 from vramsweep.harness.messages.errors import UserError, describe
 from vramsweep.harness.process import fork_server, host_memory_guard, orphans, worker_environment
 from vramsweep.harness.process.fork_server import ForkServer, ForkServerError, ForkServerPool, Timeouts, WarmWorker

@@ -3,7 +3,7 @@
 The guard looks more often the less memory is left, and so catches an attempt that fills memory at the full speed of all
 cores. A faster one meets the kernel's killer, which takes a worker before the launcher (runners/worker/worker.py).
 
-Not covered: the device's memory (gpu_occupancy.py), swap.
+Not covered: the device's memory (gpu_readiness.py), swap.
 """
 
 import contextlib

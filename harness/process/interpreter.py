@@ -9,7 +9,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from vramsweep.harness.messages.activity import Activity
+from vramsweep.harness.messages.console import Activity
 from vramsweep.harness.messages.errors import UserError
 
 START = Path(__file__).absolute().with_name("start.py")  # not resolved: the folders under vramsweep/ may be links

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from vramsweep.harness.files.bounded_reads import read_tail
-from vramsweep.harness.rows import error_patterns
-from vramsweep.harness.rows.outcome import REASON_LENGTH
+from vramsweep.harness.rows.outcome import REASON_LENGTH, error_text
 
 LOOK_S = 1.0  # between two looks; each costs the parent about 100 µs
 LOG_LIMIT = 64 << 20  # bytes of one log
@@ -72,5 +71,5 @@ def last_words(path: Path) -> str | None:
         lines = read_tail(path, LOG_KEPT).decode(errors="replace").splitlines()
     except OSError:
         return None
-    said = error_patterns.error_text([line.strip() for line in lines[-LAST_LINES:] if line.strip()])
+    said = error_text([line.strip() for line in lines[-LAST_LINES:] if line.strip()])
     return said[:REASON_LENGTH] if said else None

@@ -13,10 +13,17 @@ from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.questions.fit_prediction import find_need
 from vramsweep.harness.questions.largest_prediction import MOST_BATCH
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.search import advice_search, memory_savings, secant_search
-from vramsweep.harness.search.advice_search import Advice, Option
-from vramsweep.harness.search.memory_savings import ROUNDING, MemorySaving, applicable, apply_changes, too_old
-from vramsweep.harness.search.strategy import drive
+from vramsweep.harness.search import advice_search, axis_search
+from vramsweep.harness.search.advice_search import (
+    ROUNDING,
+    Advice,
+    MemorySaving,
+    Option,
+    applicable,
+    apply_changes,
+    too_old,
+)
+from vramsweep.harness.search.axis_search import drive
 from vramsweep.harness.spec.fit_text import communication_bytes
 from vramsweep.harness.spec.shardings import WHOLE
 from vramsweep.harness.sweep import plan, run_trials
@@ -102,7 +109,7 @@ class AdviceRequest:
             return {number: {value: one.beyond(self.limit)} for (number, [value]), one in points}
 
         searches = [
-            secant_search.SecantSearch(self.start, self.most, self.limit, {self.start: one.beyond(self.limit)})
+            axis_search.SecantSearch(self.start, self.most, self.limit, {self.start: one.beyond(self.limit)})
             for one in options
         ]
         drive(searches, needs)
@@ -121,7 +128,7 @@ def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice
         if base.need is not None:
             [first] = asked.reach([base])
             if first.value is not None:
-                asked.at(min(asked.most, max(asked.start, secant_search.grid_floor(secant_search.MOST * first.value))))
+                asked.at(min(asked.most, max(asked.start, axis_search.grid_floor(axis_search.MOST * first.value))))
     remedies = [one for one in applicable(asked.base.resolved) if axis not in one.change and one.level <= level]
     reasons = {one: too_old(one, asked.trial.device.card.capability) for one in remedies}
     able = [one for one in remedies if reasons[one] is None]
@@ -144,7 +151,7 @@ def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Opt
     """
     trial, options = asked.trial, list[Option]()
     way = "zero3" if trial.runner.name == "deepspeed" else "fsdp2"
-    changes = memory_savings.divide_among_gpus(asked.base.resolved, way if trial.sharding in WHOLE else trial.sharding)
+    changes = advice_search.divide_among_gpus(asked.base.resolved, way if trial.sharding in WHOLE else trial.sharding)
     alone = [(one,) for one in changes if one.level <= level and asked.axis not in one.change]
     together = [*alone[-1]] if alone else []
     for one in found.smallest_same if alone else ():

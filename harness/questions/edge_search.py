@@ -20,7 +20,7 @@ from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.questions import fit_prediction, largest_prediction
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.search.bisection import Bisection, Edge, Kind, Probe, most_trials
+from vramsweep.harness.search.axis_search import Bisection, Edge, Kind, Probe, most_trials
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.labels import OPTIONS, Labels
 from vramsweep.harness.sweep.plan import Planned, Settings

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.machine import machine
-from vramsweep.harness.messages.activity import Activity
+from vramsweep.harness.messages.console import Activity
 from vramsweep.harness.process.signals import Deadline
 from vramsweep.harness.rows.journal import read, terminal
 from vramsweep.harness.rows.schema import Outcome, Row

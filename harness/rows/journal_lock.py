@@ -1,22 +1,26 @@
-"""The lock of a journal, which lets one process at a time write it.
+"""The lock of a journal, which lets one process at a time write it, and the identity by which a writer is known.
 
 flock is used if the file system has it, because it ends with the process, however that ends. Else (Lustre without -o
 flock, some NFS and FUSE) the lock is a claim, a file next to the journal that names its writer. A claim of an ended
 process of this machine is taken over. Whether one of another machine still runs cannot be told here: the user decides.
+
+A process's identity is kept in files so that another process can tell later whether it still runs. Process ids are
+reused, so the start is kept too: in ticks, because the time of day and psutil's creation time jump.
 """
 
 import contextlib
 import errno
 import json
 import os
+import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.files import plain_json
 from vramsweep.harness.files.bounded_reads import open_regular
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.rows import process_identity
 
 fcntl: Any
 try:
@@ -81,14 +85,14 @@ def is_locked(path: Path) -> bool:
         except BlockingIOError:
             return True
         except OSError:
-            return claim_path(path).exists() and process_identity.is_alive(_writer(claim_path(path))) is not False
+            return claim_path(path).exists() and is_alive(_writer(claim_path(path))) is not False
     return False
 
 
 def _claim(path: Path) -> None:
     aside = claim_path(path).with_name(f"{claim_path(path).name}.{os.getpid()}")
     # written whole before it gets its name, so that a kill leaves no partial claim
-    aside.write_text(json.dumps(process_identity.own_identity()), encoding="utf-8")
+    aside.write_text(json.dumps(own_identity()), encoding="utf-8")
     try:
         _become(aside, path)
     finally:
@@ -102,7 +106,7 @@ def _become(aside: Path, path: Path) -> None:
             os.link(aside, claim_path(path))
             return
         writer = _writer(claim_path(path))
-        alive = process_identity.is_alive(writer)
+        alive = is_alive(writer)
         if alive is False:
             _set_aside(path)
         elif alive:
@@ -120,7 +124,7 @@ def _set_aside(path: Path) -> None:
     gone = claim_path(path).with_name(f"{claim_path(path).name}.gone.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         claim_path(path).rename(gone)
-        if process_identity.is_alive(_writer(gone)) is not False:
+        if is_alive(_writer(gone)) is not False:
             with contextlib.suppress(FileExistsError):
                 os.link(gone, claim_path(path))
         gone.unlink()
@@ -133,3 +137,36 @@ def _writer(file: Path) -> dict[str, object]:
 
 def _taken(path: Path) -> UserError:
     return UserError(f"another sweep is writing {path}; wait for it, or give this one another name=")
+
+
+def own_identity() -> dict[str, Any]:
+    """Return the identity of this process, in values that JSON can hold."""
+    return {"host": platform.node(), "pid": os.getpid(), "ticks": _ticks(os.getpid()), **_space()}
+
+
+def is_alive(process: Mapping[str, Any]) -> bool | None:
+    """Return whether the process that `own_identity` describes still runs; None if that cannot be told from here, as of
+    another host or container."""
+    pid, ticks = process.get("pid"), process.get("ticks")
+    if process.get("host") != platform.node() or not isinstance(pid, int) or not isinstance(ticks, int):
+        return None
+    if process.get("boot") != _space()["boot"]:
+        return False
+    return None if process.get("space") != _space()["space"] else _ticks(pid) == ticks
+
+
+def _ticks(pid: int) -> int | None:
+    """Return a process's start in ticks since the boot: field 22 of proc_pid_stat(5). None if it has ended."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        return None if state == "Z" else int(fields[18])
+    return None
+
+
+def _space() -> dict[str, Any]:
+    """Return where process ids are valid: the boot's id, and the inode of the container's pid namespace."""
+    found: dict[str, Any] = {"boot": None, "space": None}
+    with contextlib.suppress(OSError):
+        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        found["space"] = Path("/proc/self/ns/pid").stat().st_ino
+    return found

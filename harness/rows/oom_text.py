@@ -15,7 +15,7 @@ from vramsweep.harness.allocator.oom_message import read_message, read_others
 from vramsweep.harness.allocator.oom_state import UNKNOWN, categorize
 from vramsweep.harness.allocator.peak_blocks import TORCH
 from vramsweep.harness.files.bounded_reads import open_regular
-from vramsweep.harness.rows import error_patterns
+from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome
 
 KINDS: dict[str, str] = json.loads(Path(__file__).with_name("oom_kinds.json").read_text("utf-8"))
@@ -140,7 +140,7 @@ def _kind(text: str) -> str | None:
     """Return a key of `KINDS` for an out-of-memory line; another fault's text; None for any other line."""
     if _START.search(text):
         return "gpu"
-    if (found := error_patterns.find(text)) is not None:
+    if (found := outcome.find_fault(text)) is not None:
         return {Outcome.OOM: "gpu", Outcome.HOST_OOM: "host"}.get(found.outcome, f"a fault: {found.fault}")
     return "killed" if _KILLED.search(text) else None
 

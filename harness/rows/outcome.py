@@ -1,9 +1,12 @@
 """Outcomes of attempts, decided from evidence by pure functions: no processes, no clock, no files.
 
 The parent gathers what it saw of an attempt into `Evidence`, and `classify` names the outcome. `OUTCOMES` says for each
-whether it answers the trial's question and when the trial is tried again.
+whether it answers the trial's question and when the trial is tried again. `SYMPTOMS` is the table of faults by how
+error texts spell them: CUDA's runtime and driver (cudaGetErrorString, cuGetErrorName), status codes of its libraries,
+torch, NCCL, triton and bitsandbytes.
 """
 
+import json
 import re
 import signal
 from collections.abc import Mapping
@@ -11,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vramsweep.harness.messages import optional_dependencies
+from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.units import format_gib
-from vramsweep.harness.rows import error_patterns
 from vramsweep.harness.rows.schema import Outcome
 
 
@@ -42,6 +44,28 @@ def _read(line: str) -> OutcomeInfo:
 OUTCOMES = tuple(map(_read, Path(__file__).with_name("outcomes.tsv").read_text("utf-8").splitlines()[1:]))
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _KINDS: dict[str, OutcomeInfo] = {kind.outcome: kind for kind in OUTCOMES}
+
+
+@dataclass(frozen=True)
+class ErrorPattern:
+    """A fault, the outcome of an attempt that shows it, and its spelling: a regular expression, matched in any case."""
+
+    fault: str
+    outcome: Outcome
+    spelling: str
+    when_full: bool = False  # counts only if the GPU is known to have been nearly full; else it is another fault's
+
+
+# The first match decides, because a collective out of memory also says NCCL, and a lost GPU also says CUDA error.
+# Data loaders' workers leave their batches in /dev/shm. After an OOM, torch asks NVML who holds the memory.
+_WORDS = json.loads(Path(__file__).with_name("error_patterns.json").read_text("utf-8"))
+SYMPTOMS = tuple(
+    ErrorPattern(one["fault"], Outcome(one["outcome"]), "|".join(one["spellings"]), one.get("when_full", False))
+    for one in _WORDS
+)
+_ENDED = re.compile(r"terminate called|^\s*what\(\): ")  # libstdc++ announces the end with these
+NEAR = 3  # last lines to search, because streams and threads still write after a Python error
+_PATTERNS = tuple((symptom, re.compile(symptom.spelling, re.IGNORECASE)) for symptom in SYMPTOMS)
 
 
 def _kind(outcome: str) -> OutcomeInfo:
@@ -92,8 +116,8 @@ class Evidence:
     `result` is the worker's result file, `result_error` why it could not be read. `host_oom_kills` counts kills by the
     kernel's out-of-memory killer on the host meanwhile. `foreign` lists other processes on the device beforehand.
     `held` says who holds memory there that the trial before has not given back. `start_error` is why no worker could be
-    started. `last_words` is what it wrote to stderr last (error_patterns.error_text). `rank` is the rank whose end the
-    exit code describes, if it did not say why. Then other ranks' errors only say that it was missed. `starved` is given
+    started. `last_words` is what it wrote to stderr last (error_text). `rank` is the rank whose end the exit
+    code describes, if it did not say why. Then other ranks' errors only say that it was missed. `starved` is given
     if we ended it because the host had no memory left.
     """
 
@@ -148,7 +172,7 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
 
 def is_machine_fault(text: str) -> bool:
     """Return whether an error with which CUDA does not even start says that the machine, not the trial, is unfit."""
-    found = error_patterns.find(text)
+    found = find_fault(text)
     return found is not None and found.outcome in (Outcome.ENVIRONMENT, Outcome.CONTENDED, Outcome.OOM)
 
 
@@ -185,7 +209,7 @@ def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
     if evidence.last_words and evidence.exit_code != -signal.SIGKILL:  # which leaves no last words
         whose = "its last words" if evidence.rank is None else "the last words of all ranks"
         how = f"{how}; {whose}: {evidence.last_words}"
-        found = error_patterns.find(evidence.last_words) if evidence.exit_code in (-signal.SIGABRT, 1) else None
+        found = find_fault(evidence.last_words) if evidence.exit_code in (-signal.SIGABRT, 1) else None
         kind = found.outcome if found else kind  # SIGABRT is C++'s std::terminate; C libraries call exit(1)
     return kind, how
 
@@ -226,8 +250,8 @@ def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome,
     if kind.endswith("InvalidTrial"):
         return Outcome.INVALID, said or kind
     missing = _MISSING.match(message) if kind.endswith("ModuleNotFoundError") else None
-    if missing and optional_dependencies.find_extra(missing[1]):
-        return Outcome.ENVIRONMENT, optional_dependencies.missing_package(missing[1])
+    if missing and suggestions.find_extra(missing[1]):
+        return Outcome.ENVIRONMENT, suggestions.missing_package(missing[1])
     if kind.endswith(("HostOutOfMemoryError", ".MemoryError")):  # a simulated node's, or Python's
         return Outcome.HOST_OOM, reason
     if kind.endswith("OutOfMemoryError"):
@@ -235,7 +259,7 @@ def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome,
     if host_oom_kills and "is killed by signal: Killed" in message:  # torch's text about a data loader's worker
         return Outcome.HOST_OOM, f"{reason}, by the kernel because host memory ran out"
     full = _said_full(error.get("card_memory"))
-    found = error_patterns.find(f"{kind}: {message}", full is not None)
+    found = find_fault(f"{kind}: {message}", full is not None)
     if found and found.when_full:
         reason = f"{reason}; {full}"
     return (found.outcome, reason) if found else (Outcome.CRASH, ", at ".join([reason, *error.get("at", ())]))
@@ -262,3 +286,19 @@ def markdown_table() -> str:
         cells = ("yes" if kind.answer else "", "yes" if kind.now else "", later[kind.later])
         lines.append(f"| `{kind.outcome}` | {kind.meaning} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def find_fault(text: str, full: bool = False) -> ErrorPattern | None:
+    """Return the fault that a text reports; None if it reports none in the table. `full`: the GPU was nearly full."""
+    return next((one for one, pattern in _PATTERNS if (full or not one.when_full) and pattern.search(text)), None)
+
+
+def error_text(lines: list[str]) -> str | None:
+    """Return the line that says why a process ended; the last that it wrote if none does, None without lines.
+
+    If C++ announced the end, the reason stands there, above its stack. Else it is among the last `NEAR` lines: the
+    process recovered from errors further up.
+    """
+    ended = next((at for at in reversed(range(len(lines))) if _ENDED.search(lines[at])), None)
+    why = lines[-NEAR:][::-1] if ended is None else lines[ended:]
+    return next((line for line in why if find_fault(line) is not None), lines[-1] if lines else None)

@@ -16,8 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vramsweep.harness.messages.activity import Activity, duration
-from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.console import Activity, Console, duration
 from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.process import signals
 from vramsweep.harness.rows import outcome

@@ -13,11 +13,11 @@ from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import orphans
-from vramsweep.harness.rows import outcome, process_identity
+from vramsweep.harness.rows import journal_lock, outcome
 from vramsweep.harness.rows.journal import System, finished, plan_name, plans
 from vramsweep.harness.rows.schema import Outcome, Row, system_of, to_encodable
 from vramsweep.harness.spec.trial_identity import ID_VERSION
-from vramsweep.harness.sweep import provenance, row_builder, shards
+from vramsweep.harness.sweep import row_builder, shards
 from vramsweep.harness.sweep.plan import Planned, Settings
 
 Counted = tuple[dict[str, Row], dict[str, Row]]  # rows that count, and those that do not, by id
@@ -44,7 +44,7 @@ def remaining_trials(
 ) -> tuple[list[Planned], dict[str, Row], list[str]]:
     """Return the trials to do, as they can run here; the rows that count, by id; and notes about rows that do not."""
     mine, others = finished_rows(rows, planned, settings.any_system)
-    outdated = provenance.find_outdated(planned, others | mine)
+    outdated = row_builder.find_outdated(planned, others | mine)
     notes = [f"{n} trial{'s were' if n > 1 else ' was'} {why}" for why, n in Counter(outdated.values()).items()]
     # a trial that was refused before it started has a row of no system
     if others := {trial: row for trial, row in others.items() if trial not in outdated and any(system_of(row))}:
@@ -57,7 +57,7 @@ def remaining_trials(
 def finished_rows(rows: Sequence[Row], planned: Sequence[Planned], any_system: bool) -> Counted:
     """Return the rows that count for planned trials, by id, and those of other systems, which count only with
     `any_system`."""
-    return rows_for_system(rows, provenance.systems_here(planned), any_system)
+    return rows_for_system(rows, row_builder.systems_here(planned), any_system)
 
 
 def rows_for_system(rows: Sequence[Row], wanted: Mapping[str, System], any_system: bool) -> Counted:
@@ -107,7 +107,7 @@ def end_leftovers(folder: Path, run: str) -> None:
     for earlier in plans(folder):
         last, launcher = earlier.get("run"), earlier.get("launcher")
         # a copied folder, or another node's shard, names a launcher elsewhere
-        gone = isinstance(launcher, dict) and process_identity.is_alive(launcher) is False
+        gone = isinstance(launcher, dict) and journal_lock.is_alive(launcher) is False
         left = dict(orphans.marked_processes(last)) if gone and isinstance(last, str) and last != run else {}
         if not left:
             continue
@@ -122,7 +122,7 @@ def write_plan(
 ) -> None:
     """Write what `status` compares the journal with: the trials, this command's own among them, and the system of each.
     The file also names the answer that the report begins with, and the mark of the processes that are started."""
-    systems = provenance.systems_here(planned)
+    systems = row_builder.systems_here(planned)
     distinct = list(dict.fromkeys(systems.values()))
     record = {
         "command": list(command),
@@ -136,7 +136,7 @@ def write_plan(
         "answer": settings.answer,
         "price_per_hour": settings.price_per_hour,
         "pid": os.getpid(),
-        "launcher": process_identity.own_identity(),
+        "launcher": journal_lock.own_identity(),
         "run": run,
         "shard": settings.shard,
     }

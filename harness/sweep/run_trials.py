@@ -25,7 +25,6 @@ from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.sweep import oom_dominance, plan, resume, shards
 from vramsweep.harness.sweep.budget import Budget
-from vramsweep.harness.sweep.oom_dominance import OomDominance
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.progress import choose_progress
 from vramsweep.harness.sweep.trial_loop import run_all
@@ -71,7 +70,7 @@ def run(
         todo, mine, notes = resume.remaining_trials(rows, share, settings)
         dominators = None
         if settings.skip_dominated:
-            dominators = OomDominance(resume.finished_rows(rows, whole, settings.any_system)[0].values())
+            dominators = oom_dominance.OomDominance(resume.finished_rows(rows, whole, settings.any_system)[0].values())
             skipped = {trial_id for trial_id, row in mine.items() if row["outcome"] == Outcome.SKIPPED}
             # a trial that would be skipped again, for that or another reason, stays skipped
             again = [p for p in todo if p.trial_id not in skipped or dominators.reason(p) is None]

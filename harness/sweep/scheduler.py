@@ -2,7 +2,7 @@
 
 A resource is a GPU; without GPUs, a share of the machine's CPUs. A trial takes as many as it has ranks, and gives them
 back. One that does not fit yet is passed by: those behind it that do fit go first. A GPU that fails trial after trial
-rests, and a trial that has failed on one GPU waits for another (gpu_health.py).
+rests, and a trial that has failed on one GPU waits for another (gpu_readiness.py).
 
 Of GPUs that differ, only those of the first one's name are resources, unless a trial needs all of them.
 """
@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from types import TracebackType
 
 from vramsweep.harness.machine import machine
-from vramsweep.harness.machine.gpu_health import GpuHealth
+from vramsweep.harness.machine.gpu_readiness import GpuHealth
 from vramsweep.harness.process.signals import Finished
 from vramsweep.harness.rows.schema import Row
-from vramsweep.harness.sweep import provenance
+from vramsweep.harness.sweep import row_builder
 from vramsweep.harness.sweep.plan import Planned
 
 NAP_S = 0.1  # after which a slot that waits for something other than its worker sees that it is to stop
@@ -185,7 +185,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         if item.trial and item.trial.device.name != "cuda":
             cards = []
         elif item.trial and not cards:
-            cards = provenance.visible_gpus(item.trial)
+            cards = row_builder.visible_gpus(item.trial)
         shared = self._count > 1 and not self._exclusive
         cpus = tuple(cpu for place in taken for cpu in place.cpus) if shared else ()
         return Slot(cards, cpus, sleep=self._sleep, check=self._check)

@@ -16,7 +16,7 @@ from typing import Any
 from vramsweep.harness.files import file_names
 from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.machine import machine
-from vramsweep.harness.messages.activity import Activity
+from vramsweep.harness.messages.console import Activity
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import signals
 from vramsweep.harness.process.attempt import Launcher

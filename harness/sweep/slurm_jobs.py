@@ -26,7 +26,7 @@ from vramsweep.harness.files.sweep_folder import CLUSTER, JOBS, OWN, own_files
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.rows import journal
-from vramsweep.harness.sweep import plan, provenance, resume, row_builder, shards
+from vramsweep.harness.sweep import plan, resume, row_builder, shards
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.shards import Shard, Slurm
 
@@ -58,7 +58,7 @@ def submit(
     rows = journal.read(folder)[0] if any(file.exists() for file in journal.files(folder)) else []
     shards.refuse_other_division(folder, Shard(1, settings.shards))
     finished = journal.terminal(rows)
-    outdated = provenance.find_outdated(planned, finished)
+    outdated = row_builder.find_outdated(planned, finished)
     todo = {p.trial_id for p in resume.pending_trials(planned, finished, settings.retry_failed, outdated)}
     every = auto or slurm.every
     own = (Shard(number, settings.shards) for number in range(1, settings.shards + 1))

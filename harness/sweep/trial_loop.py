@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.files.sweep_folder import own_files
-from vramsweep.harness.machine import gpu_health, machine
-from vramsweep.harness.machine.gpu_occupancy import GpuTaken, lock_gpus
+from vramsweep.harness.machine import gpu_readiness, machine
+from vramsweep.harness.machine.gpu_readiness import GpuTaken, lock_gpus
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.attempt import Launcher, attempt_environment, read_progress, read_steps
 from vramsweep.harness.process.signals import Interrupts
@@ -77,7 +77,7 @@ def run_all(
     budget.learn(done.values())
     todo = [item for item in todo if item.trial_id not in done]
     room = scheduler.list_resources(todo, settings.slots)
-    health = gpu_health.GpuHealth(place.card for place in room)
+    health = gpu_readiness.GpuHealth(place.card for place in room)
     while todo:
         lengths = {p.trial.seq_len for p in todo if p.trial}
         waiting, streak, mistake, tries = list(todo), list[Row](), None, Counter[str]()

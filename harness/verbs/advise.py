@@ -19,12 +19,11 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import choose_unit, format_gib, format_in
 from vramsweep.harness.questions import advice, trace_query
 from vramsweep.harness.questions.advice import AdviceRequest, ReachedLimit
-from vramsweep.harness.search.advice_search import MOST, Advice, Option
-from vramsweep.harness.search.memory_savings import ACCEPTED, LEVELS, METHOD, MemorySaving, words
+from vramsweep.harness.search.advice_search import ACCEPTED, LEVELS, METHOD, MOST, Advice, MemorySaving, Option, words
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.session import refuse_invalid
-from vramsweep.harness.verbs.parsers import GOALS, read_parser
+from vramsweep.harness.verbs.cli import GOALS, read_parser
 
 TIME = "est. time"  # a column
 BYTES_A_PARAMETER = 16  # fp32 weights, gradients and Adam's two moments: Rajbhandari et al., arXiv:1910.02054, 3.1

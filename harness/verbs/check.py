@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from vramsweep.harness.sweep.publication_check import Verdict, judge_folder
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 LINES, WIDTH = 24, 110  # of the screen
 

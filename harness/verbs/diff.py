@@ -4,10 +4,13 @@ trace_diff.py compares the runs.
 """
 
 import contextlib
+import io
 import json
 import re
 import shlex
+import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +22,6 @@ from vramsweep.harness.allocator.peak_blocks import find_live
 from vramsweep.harness.allocator.recording import load
 from vramsweep.harness.allocator.replay import replay_as_recorded
 from vramsweep.harness.config import typed_words
-from vramsweep.harness.files.commit_files import export_commit
 from vramsweep.harness.files.sweep_folder import kept_traces
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
@@ -27,7 +29,7 @@ from vramsweep.harness.messages.units import choose_unit, format_in, format_size
 from vramsweep.harness.questions import trace_diff, trace_query
 from vramsweep.harness.questions.trace_diff import Change, Moment, Run
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 MOST = 10  # changes printed
 _COMMIT = re.compile(r"([^=]+):([^:=]+\.py:\w+)")  # a revision and a target
@@ -181,3 +183,28 @@ def record(a: Run, b: Run) -> dict[str, Any]:
         "peak": compare(a.peak, b.peak),
         "phases": phases,
     }
+
+
+def export_commit(revision: str, folder: Path) -> None:
+    """Write all files of a commit of the current folder's repository into `folder`; submodules are left out.
+
+    The repository stays as it is. Raises UserError if there is no such commit.
+    """
+    top = _run_git("rev-parse", "--show-toplevel").decode().rstrip("\n")
+    commit = _run_git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}").decode().strip()
+    with tarfile.open(fileobj=io.BytesIO(_run_git("-C", top, "archive", "--format=tar", commit))) as archive:
+        try:
+            archive.extractall(folder, filter="data")  # which keeps every file inside the folder
+        except tarfile.TarError as error:
+            raise UserError(f"{revision} has a file that cannot be exported: {error}") from None
+
+
+def _run_git(*words: str) -> bytes:
+    try:
+        return subprocess.run(["git", *words], capture_output=True, check=True).stdout
+    except OSError as error:
+        raise UserError(f"git cannot be started ({error.strerror}); install it, or name two trials") from None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").strip().splitlines()
+        reason = said[0] if said else "it failed"
+        raise UserError(f"git says {reason!r}; inside a repository, name an existing commit") from None

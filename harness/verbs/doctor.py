@@ -19,7 +19,7 @@ from vramsweep.harness.config import settings_reference
 from vramsweep.harness.machine import machine
 from vramsweep.harness.machine.machine import GIB, Gpu
 from vramsweep.harness.process import worker_environment
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from vramsweep.harness.messages.units import choose_unit, format_in, format_size
 from vramsweep.harness.questions import trace_query
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 AMPERE = (8, 0)
 MOST_GPUS = 6  # named in a line

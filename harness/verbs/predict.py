@@ -20,7 +20,7 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.session import refuse_invalid
 from vramsweep.harness.verbs import predict_answer, run_words
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 
 def main(argv: Sequence[str]) -> int:

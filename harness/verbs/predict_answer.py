@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from vramsweep.harness.allocator import config as allocator_config
-from vramsweep.harness.config import hydra_values
+from vramsweep.harness.config import typed_words
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.units import format_estimate, format_gib
 from vramsweep.harness.questions import largest_prediction
@@ -174,7 +174,7 @@ def name_trial(item: Planned, words: Sequence[str]) -> list[str] | None:
             at = values.get(key, values.get(f"{key}.name"))
             if at is None:
                 return None
-            word = f"{key}={hydra_values.value(at)}"
+            word = f"{key}={typed_words.value(at)}"
         found.append(word)
     return found
 

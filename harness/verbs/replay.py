@@ -12,12 +12,11 @@ from vramsweep.harness.allocator.peak_blocks import Holders
 from vramsweep.harness.allocator.recording import HOW_TO_RECORD, SIMULATED
 from vramsweep.harness.allocator.replay import WhatIf, grid, rank, saving, what_if
 from vramsweep.harness.files.outputs import refuse_input
-from vramsweep.harness.messages.activity import Activity
-from vramsweep.harness.messages.console import Console, make_table
+from vramsweep.harness.messages.console import Activity, Console, make_table
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import choose_unit, format_in, format_size
 from vramsweep.harness.process.interpreter import draw_page
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 
 def main(argv: Sequence[str]) -> int:

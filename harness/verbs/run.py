@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 from vramsweep.harness.config import compose, overrides, typed_words
-from vramsweep.harness.config.hydra_values import QUOTED, split_values, value
+from vramsweep.harness.config.typed_words import QUOTED, split_values, value
 from vramsweep.harness.files import redaction
 from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages.errors import UserError
@@ -22,7 +22,7 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.session import Session
 from vramsweep.harness.verbs import run_words
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 _SHELL = re.compile(r"&&|\|\||[|;<>&`]|\$[\w({]")
 _FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  # functions of Hydra

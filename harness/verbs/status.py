@@ -21,11 +21,10 @@ from rich.text import Text
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.files.sweep_folder import find_sweeps, own_files
 from vramsweep.harness.messages import units
-from vramsweep.harness.messages.activity import duration
-from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.console import Console, duration
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.worker_files import RESULT, SPEC
-from vramsweep.harness.rows import journal, journal_lock, process_identity
+from vramsweep.harness.rows import journal, journal_lock
 from vramsweep.harness.rows.outcome import is_answer
 from vramsweep.harness.rows.schema import SYSTEM, Row
 from vramsweep.harness.spec.fit_text import describe_trial
@@ -33,7 +32,7 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import row_builder, slurm_jobs
 from vramsweep.harness.sweep.batch_prediction import together
 from vramsweep.harness.sweep.sweep_status import Status, progress, read_status, status_from_rows
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 RECENT = 20  # trials in the rate
 FAILURES = 5
@@ -143,7 +142,7 @@ class Watched:
             self.quiet_since = None
             return False, seen
         self.quiet_since = clock if self.quiet_since is None else self.quiet_since
-        alive = [process_identity.is_alive(one.get("launcher") or {}) for one in journal.plans(self.folder)] or [None]
+        alive = [journal_lock.is_alive(one.get("launcher") or {}) for one in journal.plans(self.folder)] or [None]
         if clock - self.quiet_since >= max(GRACE[one] for one in alive):
             return True, seen
         return False, replace(seen, status=replace(seen.status, state="running")) if any(alive) else seen

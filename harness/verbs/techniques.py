@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 
 def main(argv: Sequence[str]) -> int:

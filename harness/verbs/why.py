@@ -18,8 +18,7 @@ from vramsweep.harness.allocator.oom_state import FORWARD, OPTIMIZER, STATES, UN
 from vramsweep.harness.allocator.recording import SIMULATED
 from vramsweep.harness.files import bounded_reads
 from vramsweep.harness.hardware.gpu_lookup import find_gpu, gpus_with_enough
-from vramsweep.harness.messages.activity import Activity
-from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.console import Activity, Console
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.questions import trace_query
@@ -29,7 +28,7 @@ from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.verbs import advise
-from vramsweep.harness.verbs.parsers import read_parser
+from vramsweep.harness.verbs.cli import read_parser
 
 MOST, PREDICTED, LONGEST, RANKS, LINES = 20, 8, 110, 5, 5  # lines; of predictions; characters of a text; ranks; lines
 MOST_FILES, COMBINATIONS = 256, 8  # logs to read; combinations of changes to predict

@@ -19,12 +19,12 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from vramsweep.harness.config.overrides import FULL_ERROR, variable
-from vramsweep.harness.files import inferred_points
+from vramsweep.harness.files import sweep_folder
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import fit_prediction
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.search.strategy import drive
+from vramsweep.harness.search.axis_search import drive
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.spec.trial_identity import key_without
@@ -144,7 +144,7 @@ class AdaptiveSweeper(BasicSweeper):
         lines: list[dict[str, Any]] = []
         for of_one, search in zip(groups, searches, strict=True):
             lines += inferences([planned[n] for n in of_one], search)
-        inferred_points.write(folder, lines, {one.trial_id for one in planned})
+        sweep_folder.write_inferred(folder, lines, {one.trial_id for one in planned})
 
 
 def configurations(planned: Sequence[Planned]) -> list[list[int]]:

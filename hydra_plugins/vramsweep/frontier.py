@@ -17,7 +17,7 @@ from vramsweep.harness.config.overrides import FULL_ERROR, variable
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import edge_search
 from vramsweep.harness.rows.schema import Row
-from vramsweep.harness.search.strategy import drive
+from vramsweep.harness.search.axis_search import drive
 from vramsweep.harness.sweep.labels import OPTIONS
 
 if TYPE_CHECKING:

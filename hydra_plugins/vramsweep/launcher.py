@@ -22,12 +22,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from vramsweep.harness.config.resolve_config import Job
-from vramsweep.harness.messages.activity import Activity
+from vramsweep.harness.messages.console import Activity
 from vramsweep.harness.messages.errors import UserError
 
 if TYPE_CHECKING:
-    from vramsweep.harness.config.compose import HydraTask
+    from vramsweep.harness.config.compose import HydraTask, Job
 
 FREE = ("seq_len", "micro_batch")
 # Interpolations that read only a setting next to them, or what our own resolvers read (ds_config, world_size).
@@ -100,7 +99,7 @@ class VramsweepLauncher(Launcher):
             for overrides, (config, _), answer in zip(job_overrides, jobs, answers, strict=True)
         ]
 
-    def compose(self, job_overrides: Sequence[Sequence[str]]) -> list[Job]:
+    def compose(self, job_overrides: Sequence[Sequence[str]]) -> "list[Job]":
         """Compose each job's configuration, without the `hydra` node. Raises Hydra's errors for unknown keys."""
         loader = self.context.config_loader
         parser = OverridesParser.create(config_loader=loader)

@@ -18,8 +18,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.suggestions import check_listed
 from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.process.interpreter import draw_page
-from vramsweep.harness.search.secant_search import SecantSearch
-from vramsweep.harness.search.strategy import drive
+from vramsweep.harness.search.axis_search import SecantSearch, drive
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import MOST
 from vramsweep.runners.estimate import training_step

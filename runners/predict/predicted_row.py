@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.allocator import config as allocator_config
-from vramsweep.harness.hardware import gpu_lookup, interconnects, roofline_efficiency
+from vramsweep.harness.hardware import gpu_lookup, interconnects, roofline
 from vramsweep.harness.hardware.gpu_lookup import Gpu, memory_limit, reported_bytes
 from vramsweep.harness.hardware.roofline import estimate, merge_work, total_flops
 from vramsweep.harness.machine import host_memory, machine
@@ -214,7 +214,7 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
         "estimated_launch_s": found.launch_s,
     }
     parts = (found.compute_s, found.attention_s, found.memory_s, found.launch_s, sent.seconds)
-    known = roofline_efficiency.find_efficiency(card.product, trial.precision)
+    known = roofline.find_efficiency(card.product, trial.precision)
     if known is not None:
         step = known.seconds(parts, row["estimated_launches"])
         tokens = trial.tokens_per_step() / step

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vramsweep.harness.rows import error_patterns
+from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome
 
 PR_SET_PDEATHSIG = 1
@@ -100,7 +100,7 @@ def print_traceback() -> None:
 
 def may_pass(error: BaseException) -> bool:
     """Check that an error or its cause is a transient failure of the machine: memory, a disk, threads, a device."""
-    found = error_patterns.find(str(error))
+    found = outcome.find_fault(str(error))
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     passing = found is not None and found.outcome in (Outcome.HOST_OOM, Outcome.ENVIRONMENT)
     return passing or isinstance(error, MemoryError | OSError) or (before is not None and may_pass(before))

@@ -23,8 +23,8 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.hardware.gpu_lookup import Capability, memory_limit
 from vramsweep.harness.machine import host_memory
+from vramsweep.harness.search.axis_search import drive
 from vramsweep.harness.search.fit_survey import LEAST_MARGIN, NARROW, REACH, Asked, Card, Edge, RequiredBytes, Survey
-from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.predict.replay_trace import replay

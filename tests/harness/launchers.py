@@ -10,7 +10,7 @@ from typing import Any
 from conftest import SETTINGS
 
 from vramsweep.harness.machine import machine
-from vramsweep.harness.machine.gpu_occupancy import Occupancy
+from vramsweep.harness.machine.gpu_readiness import Occupancy
 from vramsweep.harness.process.attempt import AttemptResult
 from vramsweep.harness.rows.outcome import Evidence
 from vramsweep.harness.rows.schema import Row

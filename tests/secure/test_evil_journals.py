@@ -16,7 +16,7 @@ from conftest import Cli, refusal
 from vramsweep.__main__ import main
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import load
-from vramsweep.harness.files import inferred_points
+from vramsweep.harness.files import sweep_folder
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal, journal_lock, migrations, repeats, step_statistics
 from vramsweep.harness.rows.schema import BY_NAME, LARGEST, SCHEMA_VERSION, TEXT_LISTS
@@ -212,7 +212,7 @@ def test_no_verb_waits_for_what_is_no_file(kind: str, tmp_path: Path, capsys: py
         with ends(60):
             refused = name.startswith("journal")
             assert (main(["status", str(folder)]), main(["check", str(folder)])) == ((2, 2) if refused else (0, 1))
-            assert inferred_points.read(folder) == []
+            assert sweep_folder.read_inferred(folder) == []
             assert slurm_jobs.submitted_jobs(folder) == {} and not journal_lock.is_locked(place)
             with pytest.raises(UserError) if refused else contextlib.nullcontext(), journal.Journal(folder):
                 journal.read(folder)

@@ -75,7 +75,7 @@ def test_one_function_starts_every_interpreter_of_ours() -> None:
     assert found == {
         "harness/process/interpreter.py": 2,  # it, and whether a user's command runs in this Python
         "harness/process/attempt.py": 1,  # whether an error is of starting it
-        "harness/messages/optional_dependencies.py": 1,  # a hint's text
+        "harness/messages/suggestions.py": 1,  # a hint's text
         "runners/scripts/traced_script.py": 1,  # as that: the Python that a command has to name
     }
 

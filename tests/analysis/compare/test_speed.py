@@ -10,7 +10,7 @@ import pytest
 import speed_factors as speed
 from test_validation import errors, reading
 
-from vramsweep.harness.hardware.roofline_efficiency import ANY, Efficiency, arithmetic_kind
+from vramsweep.harness.hardware.roofline import ANY, Efficiency, arithmetic_kind
 
 pytestmark = pytest.mark.deterministic
 

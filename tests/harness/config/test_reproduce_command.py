@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from vramsweep.harness.config.conf_files import CONF
-from vramsweep.harness.config.hydra_values import value
 from vramsweep.harness.config.reproduce_command import command
+from vramsweep.harness.config.typed_words import value
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.sweep import plan
 

@@ -9,8 +9,8 @@ import pytest
 from conftest import SETTINGS, parametrized, refusal, tiny
 from launchers import CARDS, StandIn, error
 
-from vramsweep.harness.machine import gpu_occupancy, machine
-from vramsweep.harness.machine.gpu_health import REST_S, GpuHealth
+from vramsweep.harness.machine import gpu_readiness, machine
+from vramsweep.harness.machine.gpu_readiness import REST_S, GpuHealth
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import Row
@@ -32,7 +32,7 @@ def night(folder: Path, faults: Any, trials: int = 24, slow_s: float = 0.002, **
 def cards(monkeypatch: pytest.MonkeyPatch) -> list[machine.Gpu]:
     seen = CARDS[:4]
     monkeypatch.setattr(machine, "gpus", lambda: seen)
-    monkeypatch.setattr(gpu_occupancy, "PROCESSES_S", ())
+    monkeypatch.setattr(gpu_readiness, "PROCESSES_S", ())
     return seen
 
 

@@ -16,7 +16,7 @@ from launchers import CARDS
 from test_machine import Driver, card
 
 from vramsweep.harness.machine import machine
-from vramsweep.harness.machine.gpu_occupancy import GpuTaken, Occupancy, lock_gpus
+from vramsweep.harness.machine.gpu_readiness import GpuTaken, Occupancy, lock_gpus
 from vramsweep.harness.rows import outcome
 
 GIB = 1 << 30

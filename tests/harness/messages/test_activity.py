@@ -8,8 +8,7 @@ from pathlib import Path
 
 from conftest import ROOT, on_terminal, source
 
-from vramsweep.harness.messages.activity import FIRST_S, NEXT_S, Activity
-from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.console import FIRST_S, NEXT_S, Activity, Console
 
 
 def test_a_log_gets_a_line_after_two_seconds_and_then_every_ten() -> None:

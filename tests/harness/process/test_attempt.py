@@ -25,7 +25,7 @@ from launchers import Still, swept
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import attempt, fork_server, orphans, waiting, worker_environment, worker_files
-from vramsweep.harness.rows import process_identity
+from vramsweep.harness.rows import journal_lock
 from vramsweep.harness.rows.outcome import Evidence, HostMemory, classify, is_retryable
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.sweep import plan, resume
@@ -156,7 +156,7 @@ def test_what_cannot_be_ended_in_time_is_said(
     assert orphans.end_processes(lambda: ((pid, True) for pid in none))  # more than can be listed in time
     monkeypatch.setattr(orphans, "marked_processes", lambda run: [(next(none), False)])
     monkeypatch.setattr(resume, "plans", lambda folder: [{"run": "earlier", "launcher": {}}])
-    monkeypatch.setattr(process_identity, "is_alive", lambda launcher: False)
+    monkeypatch.setattr(journal_lock, "is_alive", lambda launcher: False)
     resume.end_leftovers(tmp_path, "own")
     said = capsys.readouterr().err
     assert "forking endlessly" in said and "were ended" not in said

@@ -21,7 +21,7 @@ from vramsweep.harness.questions import edge_search, largest_prediction
 from vramsweep.harness.questions.edge_search import Search, SearchPlan
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.outcome import Evidence
-from vramsweep.harness.search.bisection import Edge, Probe
+from vramsweep.harness.search.axis_search import Edge, Probe
 from vramsweep.harness.sweep import session
 from vramsweep.harness.sweep.plan import Settings
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vramsweep.harness.rows import error_patterns
+from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.outcome import Evidence, classify, is_retryable
 
 # Of public threads and documents, or as a library prints it; `nearly_full` is what the worker is taken to have seen.
@@ -48,7 +48,7 @@ def test_what_ends_a_process_from_c_is_found_above_its_stack(kind: str) -> None:
     stack += [
         f"frame #{n}: at::native::something(at::Tensor const&) + 0x{n:x} (0x7f in libtorch.so)" for n in range(40)
     ]
-    said = error_patterns.error_text(["a line of the training", f"  what():  {text}", *stack])
+    said = outcome.error_text(["a line of the training", f"  what():  {text}", *stack])
     assert said == f"  what():  {text}"
     ended = Evidence(exit_code=-6, last_words=said)
     assert classify(ended)[0] == kind
@@ -61,13 +61,13 @@ def test_a_fault_that_was_got_over_is_not_why_the_kernel_or_a_segfault_ended_a_p
 
 
 def test_without_a_fault_the_last_line_is_the_last_word() -> None:
-    assert error_patterns.error_text(["one", "two"]) == "two"
-    assert error_patterns.error_text([]) is None
+    assert outcome.error_text(["one", "two"]) == "two"
+    assert outcome.error_text([]) is None
 
 
 def test_what_was_got_over_is_no_last_word() -> None:
     last = "free(): invalid pointer"
     handled = ["RuntimeError: CUDA out of memory, trying a smaller batch", "one", "two", "three", last]
-    assert error_patterns.error_text(handled) == last
+    assert outcome.error_text(handled) == last
     aside = "W1124 ProcessGroupNCCL.cpp:4843] using GPU 0 to perform barrier as devices used by this process"
-    assert classify(Evidence(exit_code=-6, last_words=error_patterns.error_text([aside, last])))[0] == "crash"
+    assert classify(Evidence(exit_code=-6, last_words=outcome.error_text([aside, last])))[0] == "crash"

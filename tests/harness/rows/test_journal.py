@@ -20,7 +20,7 @@ from conftest import literal_cases, refusal, source
 
 from vramsweep.analysis.data.load import from_frame, load
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.rows import journal, journal_lock, process_identity
+from vramsweep.harness.rows import journal, journal_lock
 from vramsweep.harness.rows.journal import Journal
 from vramsweep.harness.rows.schema import RowError, system_of
 
@@ -283,7 +283,7 @@ def test_a_file_system_without_locks_is_told_from_a_locked_journal(
 
 
 OF_BEFORE = {"host": "vm", "pid": 1, "started": 1.0}
-CLAIMS = [(process_identity.own_identity() | change, taken) for change, taken in literal_cases("claims_on_a_journal")]
+CLAIMS = [(journal_lock.own_identity() | change, taken) for change, taken in literal_cases("claims_on_a_journal")]
 
 
 @pytest.mark.parametrize(("left", "taken"), [*CLAIMS, (OF_BEFORE, False), ("", False), ("garbage", False)])
@@ -305,16 +305,16 @@ def test_without_locks_a_claim_is_taken_over_from_a_process_that_is_gone(
 def test_of_two_who_take_a_claim_over_one_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both see that its writer is gone; the other one is faster and has its own there by then."""
     path = tmp_path / journal.NAME
-    journal_lock.claim_path(path).write_text(json.dumps(process_identity.own_identity() | {"pid": 1 << 22}))
+    journal_lock.claim_path(path).write_text(json.dumps(journal_lock.own_identity() | {"pid": 1 << 22}))
     gone = journal_lock._set_aside
 
     def later(place: Path) -> None:
-        journal_lock.claim_path(place).write_text(json.dumps(process_identity.own_identity()))
+        journal_lock.claim_path(place).write_text(json.dumps(journal_lock.own_identity()))
         gone(place)
 
     monkeypatch.setattr(journal_lock, "_set_aside", later)
     assert "another sweep is writing" in refusal(UserError, journal_lock._claim, path)
-    assert json.loads(journal_lock.claim_path(path).read_text()) == process_identity.own_identity()
+    assert json.loads(journal_lock.claim_path(path).read_text()) == journal_lock.own_identity()
     assert [one.name for one in tmp_path.iterdir()] == [journal_lock.claim_path(path).name]
 
 

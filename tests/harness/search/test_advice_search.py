@@ -8,12 +8,19 @@ from typing import Any
 import pytest
 from conftest import cases, literal_cases, tiny
 
-from vramsweep.harness.search import advice_search, memory_savings
-from vramsweep.harness.search.advice_search import Option, front, search
-from vramsweep.harness.search.memory_savings import REMEDIES, MemorySaving, applicable, apply_changes
+from vramsweep.harness.search import advice_search
+from vramsweep.harness.search.advice_search import (
+    REMEDIES,
+    MemorySaving,
+    Option,
+    applicable,
+    apply_changes,
+    front,
+    search,
+)
 from vramsweep.harness.spec import trial_parser
 
-SAME, ROUNDING, PRECISION, METHOD = range(len(memory_savings.LEVELS))
+SAME, ROUNDING, PRECISION, METHOD = range(len(advice_search.LEVELS))
 
 # Made up: factors of activations, of states, of what the logits take, and of time. They do not multiply as a whole, and
 # a fused kernel does nothing beside a chunked loss; a smaller optimizer state is a little more, until what is kept for
@@ -185,8 +192,8 @@ def test_every_remedy_says_what_it_changes() -> None:
 
 def test_what_a_card_is_too_old_for_says_so() -> None:
     bf16, fp16 = (next(one for one in REMEDIES if one.words == f"precision={name}") for name in ("bf16", "fp16"))
-    assert "emulated" in (memory_savings.too_old(bf16, (7, 5)) or "") and memory_savings.too_old(bf16, (8, 0)) is None
-    assert memory_savings.too_old(fp16, (7, 5)) is None
+    assert "emulated" in (advice_search.too_old(bf16, (7, 5)) or "") and advice_search.too_old(bf16, (8, 0)) is None
+    assert advice_search.too_old(fp16, (7, 5)) is None
     cached = resolved(use_cache="on", runner={"name": "trainer"})
     (full,) = (one for one in applicable(cached) if one.words.startswith("checkpointing=full"))
     # else the trial is refused, alone and with others
@@ -203,7 +210,7 @@ def test_a_level_is_how_much_changes_of_this_trial(settings: str, levels: str) -
     over = json.loads(settings)
     axis = next(iter(over))
     found = [one for one in applicable({**resolved(), **over}) if one.group == axis]
-    assert {one.words.partition("=")[2]: memory_savings.ACCEPTED[one.level] for one in found} == json.loads(levels)
+    assert {one.words.partition("=")[2]: advice_search.ACCEPTED[one.level] for one in found} == json.loads(levels)
     assert not any("AdamW" in one.result or "16" in one.result.replace("bf16", "").replace("fp16", "") for one in found)
 
 
@@ -225,7 +232,7 @@ def test_two_changes_of_one_setting_are_no_combination() -> None:
 
 def test_words_of_remedies_take_the_place_of_others() -> None:
     nf4 = next(one for one in REMEDIES if {"adapter", "quantization"} == set(one.change))
-    said = memory_savings.words(["model=gpt2", "adapter=none", "seq_len=512"], [nf4])
+    said = advice_search.words(["model=gpt2", "adapter=none", "seq_len=512"], [nf4])
     assert said == ["model=gpt2", "seq_len=512", "adapter=lora", "quantization=nf4_double"]
 
 

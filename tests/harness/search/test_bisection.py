@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vramsweep.harness.search.bisection import Bisection, Edge, Probe, most_trials
+from vramsweep.harness.search.axis_search import (
+    Bisection,
+    Edge,
+    Probe,
+    SecantSearch,
+    back,
+    drive,
+    grid_floor,
+    grid_next,
+    most_trials,
+)
 from vramsweep.harness.search.fit_survey import Card, RequiredBytes, Survey
-from vramsweep.harness.search.secant_search import SecantSearch, back, grid_floor, grid_next
-from vramsweep.harness.search.strategy import drive
 
 FITS, FULL = Probe("fits"), Probe("full")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from vramsweep.harness.search.axis_search import drive
 from vramsweep.harness.search.fit_survey import REACH, STRETCH, Asked, Card, Edge, RequiredBytes, Survey
-from vramsweep.harness.search.strategy import drive
 
 MIB, GIB = 1 << 20, 1 << 30
 Setting = Callable[[int], int]

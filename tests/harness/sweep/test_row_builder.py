@@ -9,7 +9,7 @@ from launchers import CARDS, StandIn, error
 
 from vramsweep.harness.machine import machine
 from vramsweep.harness.rows import journal
-from vramsweep.harness.sweep import plan, provenance, resume, row_builder, run_trials
+from vramsweep.harness.sweep import plan, resume, row_builder, run_trials
 
 INVALID = error("vramsweep.harness.spec.trial.InvalidTrial", "transformers does not take it")
 VERSIONS = {"vramsweep_version": "0.2.0", "torch_version": "2.13.0", "transformers_version": "5.16.0"}
@@ -56,11 +56,11 @@ def test_an_optional_package_and_the_file_of_a_target_count_too(
     own = tiny(adapter="lora", device={"name": "simulated", "gpu": "h100-80gb"})
     (lora,) = plan.order_trials(plan.expand_trials([own], 1))
     row = row_builder.initial_columns(lora) | {"outcome": "invalid", "attempt": 1}
-    assert row["package_versions"] == {"peft": "0.19.0"} and not provenance.find_outdated([lora], {lora.trial_id: row})
+    assert row["package_versions"] == {"peft": "0.19.0"} and not row_builder.find_outdated([lora], {lora.trial_id: row})
     monkeypatch.setattr(machine, "version", {"peft": "0.20.0"}.get)
     wanted = {lora.trial_id: "invalid with peft 0.19.0 and run again with 0.20.0"}
-    assert provenance.find_outdated([lora], {lora.trial_id: row}) == wanted
-    assert not provenance.find_outdated([lora], {lora.trial_id: {"outcome": "invalid", "attempt": 1}})  # an old row
+    assert row_builder.find_outdated([lora], {lora.trial_id: row}) == wanted
+    assert not row_builder.find_outdated([lora], {lora.trial_id: {"outcome": "invalid", "attempt": 1}})  # an old row
     target = tmp_path / "own.py"
     found = []
     for text in ("def mistyped(): ...", "def train(): ..."):

@@ -23,7 +23,7 @@ from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.journal import Journal
 from vramsweep.harness.rows.outcome import Evidence
 from vramsweep.harness.rows.schema import SYSTEM, Outcome, complete_row
-from vramsweep.harness.sweep import plan, provenance, resume, row_builder, run_trials, sweep_status, trial_loop
+from vramsweep.harness.sweep import plan, resume, row_builder, run_trials, sweep_status, trial_loop
 from vramsweep.harness.sweep.scheduler import Slot
 
 
@@ -73,7 +73,7 @@ def run_fake(folder: Path, evidence: list[Evidence], retries: int, **over: Any) 
     (item,) = plan.order_trials(plan.expand_trials([tiny(**over)], 1))
     chosen = plan.Settings(**(SETTINGS | {"retries": retries, "backoff_s": 5}))
     assert item.trial
-    slot = Slot(provenance.visible_gpus(item.trial), sleep=slept.append)
+    slot = Slot(row_builder.visible_gpus(item.trial), sleep=slept.append)
     launcher: Any = Listed(evidence)
     with Journal(folder) as book:
         for tries in range(retries + 1):

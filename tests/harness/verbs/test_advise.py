@@ -11,9 +11,8 @@ from conftest import SETTINGS, Cli, cases, tiny
 from rich.console import Console
 
 from vramsweep.harness.questions import advice
-from vramsweep.harness.search import secant_search
-from vramsweep.harness.search.advice_search import Advice, Option, search
-from vramsweep.harness.search.memory_savings import REMEDIES
+from vramsweep.harness.search import axis_search
+from vramsweep.harness.search.advice_search import REMEDIES, Advice, Option, search
 from vramsweep.harness.spec import trial_parser
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.verbs import advise
@@ -338,7 +337,7 @@ def test_a_goal_s_answer_fits_and_the_next_does_not(cli: Cli) -> None:
     chosen = found["recommended"]
     assert max(by.values()) == by[" ".join(chosen["change"])]
     rest = [word for word in WORDS if not word.startswith("micro_batch")]
-    for batch, fits in ((by[""], True), (secant_search.grid_next(by[""]), False)):
+    for batch, fits in ((by[""], True), (axis_search.grid_next(by[""]), False)):
         (direct,) = cli.json("explain", *rest, "device.gpu=l4-24gb", f"micro_batch={batch}")
         assert (direct["explanation"]["refused"] is None) == fits
 

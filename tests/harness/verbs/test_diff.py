@@ -10,9 +10,9 @@ import pytest
 from conftest import ROOT, Cli, refusal, source
 from transformers.cache_utils import DynamicLayer
 
-from vramsweep.harness.files.commit_files import export_commit
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions.trace_diff import compare_storages
+from vramsweep.harness.verbs.diff import export_commit
 
 pytestmark = pytest.mark.deterministic
 

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, Cli, cases, refusal, tiny, wait_for
 
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.rows import journal, process_identity
+from vramsweep.harness.rows import journal, journal_lock
 from vramsweep.harness.rows.journal import Journal, Tail
 from vramsweep.harness.rows.schema import Row, complete_row
 from vramsweep.harness.spec.trial_identity import ID_VERSION
@@ -140,7 +140,7 @@ def test_only_what_is_new_is_read_and_only_whole_lines(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(
     ("launcher", "quiet_s"),
-    [(process_identity.own_identity(), 60), ({}, 10), ({**process_identity.own_identity(), "ticks": 1}, 0)],
+    [(journal_lock.own_identity(), 60), ({}, 10), ({**journal_lock.own_identity(), "ticks": 1}, 0)],
 )
 def test_it_waits_between_batches_for_as_long_as_the_launcher_may_go_on(
     tmp_path: Path, launcher: dict[str, Any], quiet_s: float
@@ -160,7 +160,7 @@ def test_it_waits_between_batches_for_as_long_as_the_launcher_may_go_on(
 
 
 def test_lines_where_there_is_no_terminal(tmp_path: Path, cli: Cli) -> None:
-    written_plan(tmp_path, [row(0)], launcher={**process_identity.own_identity(), "ticks": 1})
+    written_plan(tmp_path, [row(0)], launcher={**journal_lock.own_identity(), "ticks": 1})
     with Journal(tmp_path) as book:
         book.append(row(0))
     (told,) = cli.run("status", "--watch", "0.1", tmp_path).out.splitlines()
@@ -197,7 +197,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
     rows = [row(n, 60 - n, peak_allocated_bytes=1 << 30, peak_reserved_bytes=2 << 30) for n in range(3)]
     with Journal(tmp_path / "t") as book:
         book.extend(rows[:2])
-        written_plan(tmp_path / "t", rows, launcher=process_identity.own_identity())
+        written_plan(tmp_path / "t", rows, launcher=journal_lock.own_identity())
         with (tmp_path / "t" / journal.NAME).open("ab") as other:
             other.write(journal.line(rows[2])[:99])
         yield tmp_path / "t"

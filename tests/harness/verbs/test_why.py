@@ -10,8 +10,7 @@ from conftest import ROOT, Cli, cases, tiny
 
 from vramsweep.harness.rows import oom_text
 from vramsweep.harness.rows.schema import BY_NAME
-from vramsweep.harness.search.advice_search import Advice, Option
-from vramsweep.harness.search.memory_savings import REMEDIES
+from vramsweep.harness.search.advice_search import REMEDIES, Advice, Option
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.verbs import advise, why
 
