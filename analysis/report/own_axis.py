@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from vramsweep.analysis.data.groups import OPTIONS
-from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.load import EXTRA, Table, is_
 from vramsweep.analysis.data.warnings_of_rows import records
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.sweep.result_table import choose_axis, has_tokens, is_number
@@ -31,14 +31,15 @@ def swap(table: Table, name: str | None = None) -> Table:
     of that name has whole numbers.
     """
     frame = table.frame.rename(columns=lambda column: column.removeprefix(EXTRA) if OPTIONS in column else column)
-    rows = records(frame[["seq_len", "micro_batch", *(column for column in frame if str(column).startswith(OPTIONS))]])
+    ran = frame[~is_(frame, "outcome", "invalid")]  # an invalid row has the default length, also of a command
+    rows = records(ran[["seq_len", "micro_batch", *(column for column in frame if str(column).startswith(OPTIONS))]])
     axis = OPTIONS + name if name else choose_axis(rows)
-    tokens = has_tokens(rows) or bool(frame["tokens_per_s"][frame["seq_len"].isna()].notna().any())
-    if axis == "seq_len" or (axis == "micro_batch" and tokens):
+    tokens = has_tokens(rows) or bool(ran["tokens_per_s"][ran["seq_len"].isna()].notna().any())
+    if not rows or axis == "seq_len" or (axis == "micro_batch" and tokens):
         return table
     numbers = [column.removeprefix(OPTIONS) for column in rows[0] if all(is_number(row[column]) for row in rows)]
     suggestions.check_listed(f"--axis {name}", "axis", axis.removeprefix(OPTIONS), ["micro_batch", *numbers])
-    values = pd.to_numeric(frame[axis]).astype("Int64")
+    values = pd.to_numeric(frame[axis], errors="coerce").astype("Int64")
     moved: dict[str, Any] = {"seq_len": values, LENGTHS: frame["seq_len"]}
     apart = frame.groupby(values)[["seq_len", "micro_batch"]].nunique().max() > 1  # these tell configurations apart
     moved |= {EXTRA + "seq_len": frame["seq_len"]} if apart["seq_len"] else {}
@@ -57,13 +58,14 @@ def reword(value: Any, table: Table, kept: Sequence[str] = ()) -> Any:
     if table.axis == "seq_len":
         return value
     if isinstance(value, str):
-        axis, own = table.axis, table.axis != SAMPLES
-        words = {"axis": axis, "one": axis.removesuffix("s"), "title": axis if own else "micro-batch (samples)"}
+        axis, own = "\0", table.axis != SAMPLES  # its name comes last, because it may be one of the words, as in length
+        words = {"axis": axis, "one": "\1", "title": axis if own else "micro-batch (samples)"}
         words["count"] = rf"{axis}=\1" if own else r"\1 samples"
         words["value"], words["values"] = (f"value of {axis}", f"values of {axis}") if own else ("batch", "batches")
+        words["search"] = f"run --largest {axis}" if own else "predict --largest"  # none predicts it of a command's own
         for pattern, new in [*_RULES, *([] if table.tokens else [[r"\btokens(/s|_per_s| over)\b", r"samples\1"]])]:
             value = re.sub(pattern, new.format(**words), value)
-        return value
+        return value.replace("\1", table.axis.removesuffix("s")).replace("\0", table.axis)
     if isinstance(value, pd.DataFrame):
         named = value.rename(columns=lambda column: reword(column, table))
         return named.map(lambda cell: reword(cell, table) if isinstance(cell, str) else cell)

@@ -60,7 +60,9 @@ def summary(table: Table, beyond: str = "") -> Summary:
     ]
     if table.axis != "seq_len":
         axis = "micro_batch" if table.axis == SAMPLES else OPTIONS + table.axis
-        frames = [one.assign(**{axis: one["seq_len"], "seq_len": one[LENGTHS]}) for one in frames]
+        frames = [
+            one.assign(**{axis: one["seq_len"], "seq_len": one[LENGTHS] if table.tokens else 1}) for one in frames
+        ]
     lines = [
         result_table.summarize_rows(
             group.label, records(frame), axis, predicted=_predicted(group), resident=group.resident,

@@ -219,7 +219,8 @@ def show(searches: Sequence[Search], axis: str, as_json: bool) -> int:
                       str(one.trials()), _predicted(one.ahead), "yes" if edge.confirmed else "no")  # fmt: skip
     console.print(table)
     for one, edge in edges if axis.startswith(OPTIONS) else ():
-        found = edge.largest or ("unknown" if edge.unknown else "none")
+        nothing = "unknown" if edge.unknown or _cannot(edge) else "none"
+        found = f"{edge.largest:,}" if edge.largest is not None else nothing
         console.print(f"{one.ahead.label}: the largest {called} that fits is {found}")
     for line in (f"{one.ahead.label}: {line}" for one, edge in edges for line in remarks(one.ahead, edge)):
         console.print(line)

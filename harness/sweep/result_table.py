@@ -110,8 +110,9 @@ def name_axis(axis: str) -> tuple[str, str, str]:
 
 
 def has_tokens(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether any of the rows has a length in tokens: a length of 1 is that of samples without tokens."""
-    return any(row["seq_len"] not in (None, 1) for row in rows)
+    """Return whether any of the rows has tokens: a length of 1 is that of samples without tokens, and an unknown length
+    has tokens if they were counted."""
+    return any(row["seq_len"] != 1 if row["seq_len"] else row.get("tokens_per_s") is not None for row in rows)
 
 
 def summarize_rows(

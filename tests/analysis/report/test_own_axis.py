@@ -1,11 +1,14 @@
 """Sweeps without lengths: a command's own number, or the batch of samples, is the axis of tables, curves and fits."""
 
+from dataclasses import replace
+
 import pytest
 import synthetic
 from conftest import refusal
 
 from vramsweep.analysis.model.fit import fit_table
 from vramsweep.analysis.model.fit_wording import text
+from vramsweep.analysis.model.memory_frontier import EDGE
 from vramsweep.analysis.report import own_axis
 from vramsweep.analysis.report.content import collect
 from vramsweep.analysis.report.page import row_data
@@ -36,7 +39,16 @@ def batches() -> list[Row]:
 
 @pytest.mark.parametrize(
     ("rows", "axis", "unit", "most"),
-    [(images(), "images", "image", "images=256"), (batches(), "samples", "sample", "256 samples")],
+    [
+        (images(), "images", "image", "images=256"),
+        (
+            [*images(), images()[0] | {"outcome": "invalid", "seq_len": 512, "trial_id": "no"}],
+            "images",
+            "image",
+            "images=256",
+        ),
+        (batches(), "samples", "sample", "256 samples"),
+    ],
 )
 def test_the_axis_has_its_own_words(rows: list[Row], axis: str, unit: str, most: str) -> None:
     table = own_axis.swap(synthetic.table(rows))
@@ -67,6 +79,7 @@ def test_no_figure_tile_or_table_speaks_of_tokens() -> None:
     ]
     assert "token" not in f"{said} {[one.plot.to_json() + one.caption for one in content.figures]}"
     assert "samples over the time" in content.methods
+    assert "predict --largest" not in f"{content.card} {own_axis.reword([EDGE], content.table)}"
     assert content.card.cost.value == "3 MiB per image" and content.then.startswith("Measure images=")
     found = row_data(content.table, content.picker)
     assert (found["axis"], found["rate"], found["length"]) == ("images", "samples/s", [*COUNTS])
@@ -82,4 +95,6 @@ def test_tokens_keep_their_length_and_others_their_settings() -> None:
     assert sorted(line.label for line in lines) == ["size 32", "size 64"]  # images has more values
     by_size = own_axis.swap(synthetic.table(sizes), "size")
     assert by_size.axis == "size" and set(by_size.frame["seq_len"]) == {32, 64}
+    named = replace(by_size, axis="length")
+    assert own_axis.reword("up to 64 tokens; 2 lengths", named) == "up to length=64; 2 values of length"
     assert "did you mean images?" in refusal(UserError, own_axis.swap, synthetic.table(images()), "image")

@@ -35,3 +35,4 @@ def test_options_are_columns_and_a_length_of_one_is_none() -> None:
     row = add_options({"seq_len": 1, "trial": {"runner": {"options": {"n": "16", "lr": "1e-4"}}}})
     assert (row["runner.options.n"], row["runner.options.lr"]) == (16, "1e-4")
     assert not has_tokens([row, {"seq_len": None}]) and has_tokens([{"seq_len": 2}])
+    assert has_tokens([{"seq_len": None, "tokens_per_s": 9.0}])  # lengths vary, and their tokens were counted
