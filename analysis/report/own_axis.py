@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from vramsweep.analysis.data.groups import OPTIONS
+from vramsweep.analysis.data.groups import FREE, OPTIONS
 from vramsweep.analysis.data.load import EXTRA, Table, is_
 from vramsweep.analysis.data.warnings_of_rows import records
 from vramsweep.harness.messages import suggestions
@@ -37,8 +37,9 @@ def swap(table: Table, name: str | None = None) -> Table:
     tokens = has_tokens(rows) or bool(ran["tokens_per_s"][ran["seq_len"].isna()].notna().any())
     if not rows or axis == "seq_len" or (axis == "micro_batch" and tokens):
         return table
-    numbers = [column.removeprefix(OPTIONS) for column in rows[0] if all(is_number(row[column]) for row in rows)]
-    suggestions.check_listed(f"--axis {name}", "axis", axis.removeprefix(OPTIONS), ["micro_batch", *numbers])
+    options = [column for column in rows[0] if column.startswith(OPTIONS)]
+    numbers = [column.removeprefix(OPTIONS) for column in options if all(is_number(row[column]) for row in rows)]
+    suggestions.check_listed(f"--axis {name}", "axis", axis.removeprefix(OPTIONS), [*FREE, *numbers])
     values = pd.to_numeric(frame[axis], errors="coerce").astype("Int64")
     moved: dict[str, Any] = {"seq_len": values, LENGTHS: frame["seq_len"]}
     apart = frame.groupby(values)[["seq_len", "micro_batch"]].nunique().max() > 1  # these tell configurations apart
