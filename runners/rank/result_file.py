@@ -28,6 +28,11 @@ class EndedEarly(Exception):
     """Training failed after the measured steps, whose result is published; the text is a note for the row."""
 
 
+def write(folder: Path, result: Mapping[str, Any]) -> None:
+    """Write the attempt's result: {"values": columns, "complete": bool} or {"error": {"type", "message"}}."""
+    _aside(folder, result).rename(folder / RESULT)
+
+
 def answer(folder: Path, found: Any) -> None:
     """Write `found` as the answer of an attempt that answers a question about trials."""
     with replaced(folder / ANSWER) as aside:
@@ -41,10 +46,7 @@ def progress(folder: Path, text: str, **numbers: int | None) -> None:
 
 
 def _aside(folder: Path, result: Mapping[str, Any]) -> Path:
-    """Write a temporary file with {"values": columns, "complete": bool} or {"error": {"type", "message"}}.
-
-    It is not synced, because the parent reads it at once and syncs the row, which has to last.
-    """
+    """Write a temporary file, not synced, because the parent reads it at once and syncs the row, which has to last."""
     known, found = worker_environment.secrets(os.environ), dict(result)
     if "error" in found:
         found["error"] = redaction.redact(found["error"], known)
@@ -75,7 +77,7 @@ def error(folder: Path, told: Mapping[str, Any]) -> None:
 def values(folder: Path, columns: Mapping[str, Any], complete: bool) -> None:
     """Publish the row's columns as far as they are known, unless a complete result is there."""
     if not _settled(folder):
-        _aside(folder, {"values": columns, "complete": complete}).rename(folder / RESULT)
+        write(folder, {"values": columns, "complete": complete})
 
 
 def note(folder: Path, text: str) -> None:

@@ -8,6 +8,7 @@ Without torch.compile every cast is several kernels with fp32 temporaries of the
 compiled (compile=default), but the prediction is of the eager step.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,14 +28,19 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
             f"precision=fp8: {type(net).__name__} has no linear layer, except the output layer, whose dimensions "
             f"are multiples of {ALIGNED}; use precision=bf16"
         )
-    if trial.device.name == "simulated":
-        for layer in taken:
-            layer.__class__ = Float8Linear
-    else:
-        from torchao.float8 import convert_to_float8_training
-
-        convert_to_float8_training(net, module_filter_fn=lambda layer, name: layer in taken)
+    (_stand_in if trial.device.name == "simulated" else _library)(net, taken)
     return net
+
+
+def _library(net: torch.nn.Module, taken: Collection[torch.nn.Module]) -> None:
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(net, module_filter_fn=lambda layer, name: layer in taken)
+
+
+def _stand_in(net: torch.nn.Module, taken: Collection[torch.nn.Module]) -> None:
+    for layer in taken:
+        layer.__class__ = Float8Linear
 
 
 def aligned(layer: torch.nn.Linear) -> bool:
