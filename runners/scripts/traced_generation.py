@@ -16,6 +16,7 @@ from vramsweep.runners.measure.patches import Replacement
 from vramsweep.runners.trace.known_values import KnownValues
 from vramsweep.runners.trace.step_tracer import Tracer
 
+PER_TOKEN = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")  # kept for every token
 DECODED = 4  # tokens at a text's beginning, and as many at its end, that are decoded one by one
 
 
@@ -25,6 +26,7 @@ class Generation:
     def __init__(self, known: KnownValues, tracer: Tracer) -> None:
         self.known, self.tracer = known, tracer
         self.decoded = self.skipped = self.left = 0
+        self.whole = False  # whether each token is decoded, because something of it is kept
         self.ends: set[int] = set()  # end-of-text tokens
 
     def replacements(self) -> Iterator[Replacement]:
@@ -37,10 +39,12 @@ class Generation:
 
         def generated(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
             self.decoded = self.skipped = self.left = 0
+            config = kwargs.get("generation_config") or model.generation_config
+            self.whole = any(kwargs.get(name, getattr(config, name, None)) for name in PER_TOKEN)
             out: Any = generate(model, inputs, *args, **kwargs)
             ids = getattr(out, "sequences", out)
             self.tracer.leave_out("decoding", f"{self.skipped} of {self.skipped + self.decoded} tokens")
-            others = {*self.ends, (kwargs.get("generation_config") or model.generation_config).pad_token_id}
+            others = {*self.ends, config.pad_token_id}
             ids = torch.cat([ids, ids[:, -1:].expand(-1, self.skipped)], dim=1) if self.skipped else ids
             prompt = self.known.of(kwargs.get("input_ids") if inputs is None else inputs)
             with _disable_current_modes():
@@ -54,7 +58,7 @@ class Generation:
             self.decoded += 1
             layers, more = getattr(outputs.get("past_key_values"), "layers", [None]), self.left - DECODED
             plain = all(type(layer) is DynamicLayer for layer in layers) and not model.config.is_encoder_decoder
-            if plain and self.decoded == DECODED and more > 0:
+            if plain and not self.whole and self.decoded == DECODED and more > 0:
                 self.skipped, others["num_new_tokens"] = more, 1 + more
                 for layer, name in itertools.product(layers, ("keys", "values")):
                     batch, heads, length, size = getattr(layer, name).shape

@@ -121,7 +121,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
                 meter.tracer.leave_out(code, place)
             return
         except SystemExit as end:
-            ended = "ended" if end.code is None else f"ended with {end.code!r}"
+            ended = "ended" if end.code in (None, 0) else f"ended with {end.code!r}"
         except (InvalidTrial, torch.OutOfMemoryError, *_REFUSED):
             raise  # make_trace.py explains it
         except Exception as error:

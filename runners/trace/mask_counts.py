@@ -26,8 +26,13 @@ def note_share(tracer: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None
         choices = args[0].numel() if dim is None else args[0].size(dim)
         chosen: Any = out if isinstance(out, torch.Tensor) else out[1]
         chosen._share = Fraction(1, max(1, choices))
-    share: Fraction | None = getattr(args[0], "_share", None) if args else None
+    either = args[:2] if func is aten.eq.Tensor else args[:1]
+    share: Fraction | None = next((one._share for one in either if hasattr(one, "_share")), None)
     if share is None:
+        return
+    if func._schema.is_mutable:  # it may select more now
+        args[0]._share = Fraction(1)
+    if func is aten.eq.Scalar and args[0].dtype is torch.bool:  # what a mask leaves out
         return
     if func in (aten.any.default, aten.sum.default) and args[0].dtype is torch.bool and tracer.known.of(out) is None:
         count = count_selected(tracer, args[0])
