@@ -278,12 +278,15 @@ def test_generated_text_is_as_long_as_allowed(
         assert not torch.isnan(torch.rand(3, device="cuda")).all()
         print("peak", torch.cuda.max_memory_allocated())
         more = model.generate(ids, max_new_tokens=20, return_dict_in_generate=True).sequences
-        assert more.shape == (4, 68) and torch.equal(more[:, :48], ids)"""
+        assert more.shape == (4, 68) and torch.equal(more[:, :48], ids)
+        kept = {"output_scores": True, "return_dict_in_generate": True}
+        assert len(model.generate(ids[:, :8], max_new_tokens=9, **kept).scores) == 9"""
     skipped = traced(after=after)
     monkeypatch.setattr(traced_generation, "DECODED", 40)  # so that the library's own loop decodes each token
     whole = traced(after=after)
+    none = "0 of 9 tokens"
     details = [one.not_covered["decoding"] for one in (skipped, whole)]
-    assert details == [["33 of 40 tokens", "13 of 20 tokens"], ["0 of 40 tokens", "0 of 20 tokens"]]
+    assert details == [["33 of 40 tokens", "13 of 20 tokens", none], ["0 of 40 tokens", "0 of 20 tokens", none]]
     assert len(skipped.events) < len(whole.events) / 2
     fewer, more = (int(line.split()[1]) for line in capsys.readouterr().out.splitlines() if line.startswith("peak"))
     assert more - fewer == 4 * 48 * 8 - 512  # ids of 48 tokens, and the block of 15
