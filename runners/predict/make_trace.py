@@ -118,7 +118,12 @@ def trace_trial(
     runner = runner or cast(Runner, import_entry(runner_table.module(trial)))
     import_entries(runner_table.preload(runner_table.imports_name(trial)))  # else their tables would be in the trace
     build.prepare(trial)
-    return trace_steps(trial, card, folder, runner, tracer or Tracer(card.capability))
+    try:
+        return trace_steps(trial, card, folder, runner, tracer or Tracer(card.capability))
+    except torch.OutOfMemoryError:  # the script catches it and ends: what it would need is in a trace without the error
+        tracer = Tracer(card.capability)
+        tracer.raises_when_full = False
+        return trace_steps(trial, card, folder, runner, tracer)
 
 
 def trace_steps(trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: Tracer) -> tuple[Trace, dict[str, Any]]:

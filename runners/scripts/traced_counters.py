@@ -5,13 +5,16 @@ the script then does may depend on both, so the trace is kept for them alone (`T
 and the large pool are unknown, so `memory_stats` lacks them. The row's own peaks come from a replay without resets.
 """
 
+import ast
 import collections
+import functools
 import itertools
 import linecache
 import math
 import re
 import traceback
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,11 +33,12 @@ NUMBERS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free
 SHARE = "the script's set_per_process_memory_fraction changes no prediction; set it in the allocator's setting instead"
 # as torch begins it (c10/cuda/CUDACachingAllocator.cpp)
 REFUSED = "CUDA out of memory. Tried to allocate {} GiB. GPU 0 has a total capacity of {} GiB of which {} GiB is free."
-HANDLER = re.compile("OutOfMemoryError|out of memory")  # in the source of code that handles such an error
+HANDLER = re.compile(r"\b(OutOfMemoryError|RuntimeError|Exception|BaseException)\b")  # what catches such an error
+NAMED = re.compile("OutOfMemoryError|out of memory")  # in the source of a library that handles one
 
 
 class Counters:
-    """The counters of one trace. `notes` are for the row; `reads` counts the questions."""
+    """The counters of one trace. `notes` are for the row; `searches` counts signs that a script looks for its batch."""
 
     def __init__(self, trial: Trial, tracer: Tracer) -> None:
         card = trial.device.card
@@ -44,12 +48,12 @@ class Counters:
         self._done = self._taken = self._given = 0  # events; bytes allocated and freed since the last reset
         self.refused = 0  # requests that failed and that the script handled
         self.notes: list[str] = []
-        self.reads = 0
+        self.searches = 0
+        self._handles = tracer.raises_when_full
         tracer.after_operator = self.follow
 
     def _now(self) -> Simulator:
         """Return the simulator after all events of the trace so far, as an answer to the script."""
-        self.reads += 1
         self._trace.answers = self._answers
         self.follow()
         return self._simulator
@@ -57,7 +61,7 @@ class Counters:
     def follow(self) -> None:
         """Pass new events to the simulator. Raises torch.OutOfMemoryError as CUDA does, if a caller may handle it."""
         trace, simulator, refused = self._trace, self._simulator, 0
-        if not self._done and _is_handled():
+        if not self._done and self._handles and any(_handlers(frame.f_code.co_filename) for frame in _callers()):
             trace.answers = self._answers
         for event in trace.events[self._done :]:
             before = simulator.allocated
@@ -65,7 +69,7 @@ class Counters:
                 try:
                     simulator.malloc(event - 1, trace.sizes[event - 1], trace.streams[event - 1])
                 except OutOfMemory:
-                    if _is_handled():  # the cache was emptied, and nothing was allocated
+                    if self._handles and _is_handled():  # the cache was emptied, and nothing was allocated
                         refused, trace.sizes[event - 1] = trace.sizes[event - 1], 0
                         trace.events.insert(trace.events.index(event), 0)
                     else:  # the row will say so
@@ -79,7 +83,9 @@ class Counters:
                 simulator.empty_cache()
         self._done = len(trace.events)
         if refused:
+            trace.answers = self._answers
             self.refused += 1
+            self.searches += 1
             raise torch.OutOfMemoryError(REFUSED.format(*map(format_gib, (refused, self.total, self._free()[0]))))
 
     def stats(self, *_args: Any, **_kwargs: Any) -> dict[str, float]:
@@ -97,6 +103,7 @@ class Counters:
 
     def _reset_peaks(self, *_args: Any, **_kwargs: Any) -> None:
         now = self._now()
+        self.searches += 1
         for name in COUNTERS:
             setattr(now, f"peak_{name}", getattr(now, name))
 
@@ -106,6 +113,7 @@ class Counters:
 
     def _free(self, *_args: Any, **_kwargs: Any) -> tuple[int, int]:
         """Return free and total bytes of the GPU: the context and the headroom are not free."""
+        self.searches += 1
         return max(0, self._limit - self._now().reserved), self.total
 
     def _share(self, fraction: float, *_args: Any, **_kwargs: Any) -> None:
@@ -131,9 +139,24 @@ class Counters:
             yield from ((owner, name, answer) for name, answer in answers.items() if hasattr(owner, name))
 
 
-def _is_handled() -> bool:
-    """Return whether the source of a calling function's file, from the script on, names out-of-memory errors."""
+def _callers() -> Iterator[FrameType]:
+    """Yield the frames of calling functions, from the script on, except torch's and ours."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     called = itertools.takewhile(lambda frame: frame.f_globals["__name__"] != "runpy", frames)
-    files = {f.f_code.co_filename for f in called if not f.f_globals["__name__"].startswith(("torch.", "vramsweep."))}
-    return any(HANDLER.search("".join(linecache.getlines(file))) for file in files)
+    return (f for f in called if not f.f_globals["__name__"].startswith(("torch.", "vramsweep.")))
+
+
+def _is_handled() -> bool:
+    """Return whether a calling function is at a line of a `try` that catches out-of-memory errors."""
+    return any(frame.f_lineno in lines for frame in _callers() for lines in _handlers(frame.f_code.co_filename))
+
+
+@functools.cache
+def _handlers(file: str) -> list[range]:
+    """Return the lines within each such `try` of a file; of a library's only if it names these errors."""
+    source = "".join(linecache.getlines(file))
+    if "site-packages" in file and not NAMED.search(source):
+        return []
+    tries = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Try))
+    caught = (one for one in tries if any(h.type is None or HANDLER.search(ast.unparse(h.type)) for h in one.handlers))
+    return [range(one.body[0].lineno, (one.body[-1].end_lineno or 0) + 1) for one in caught]

@@ -125,6 +125,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         except (InvalidTrial, torch.OutOfMemoryError, *_REFUSED):
             raise  # make_trace.py explains it
         except Exception as error:
+            if counters.refused:
+                raise torch.OutOfMemoryError from error
             what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             lines = [
                 (Path(frame.filename).resolve(), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
@@ -137,6 +139,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         raise RuntimeError(observer.problem)
     if ended == "ended" and observer.saw_all():
         return
+    if counters.refused:
+        raise torch.OutOfMemoryError  # the script ended by it
     raise InvalidTrial(
         f"cannot be predicted, because the script {ended} after {observer.counts['steps']} optimizer steps; it "
         + "; ".join([f"needs {trial.steps() + 1}", *values.notes()])
@@ -151,7 +155,7 @@ class _Traced(Observer):
     ) -> None:
         super().__init__(folder)
         self.trial, self.traced, self.values, self.triton = trial, meter, values, triton
-        self.counters, self.ranks_of, self.reads = counters, ranks, 0
+        self.counters, self.ranks_of, self.searches = counters, ranks, 0
         self.described: dict[str, Any] = {}
 
     def unevaluated(self) -> bool:
@@ -191,9 +195,10 @@ class _Traced(Observer):
 
     def boundary(self) -> None:
         self.stepped = self.forward_seen = False
-        reads, inputs = self.counters.reads, self.volume.inputs
-        if reads != self.reads and len(inputs) < LONGEST_SEARCH and inputs[-2:-1] != inputs[-1:]:
-            self.reads = reads  # it may be choosing its batch by the memory: the step goes on until two are alike
+        searches, inputs = self.counters.searches, self.volume.inputs
+        differs = len(inputs) > 1 and inputs[-2] != inputs[-1]
+        if differs and searches != self.searches and len(inputs) < LONGEST_SEARCH:
+            self.searches = searches  # it may be choosing its batch by the memory: the step goes on until two are alike
             self.volume.begin_step()
             return
         self.traced.step_end()
@@ -293,8 +298,8 @@ def _left_out(function: Any) -> Iterator[None]:
 class _Values:
     """Answers to a script that asks for values of fake tensors: unknown ones are nan.
 
-    In arrays and lists, unknown whole numbers and truth values are 0. A module's forward pass gets none of these,
-    because they decide what it allocates.
+    Unknown whole numbers and truth values are 0. A module's forward pass gets none of these, because they decide what
+    it allocates.
     """
 
     def __init__(self, known: KnownValues, tracer: Tracer) -> None:
@@ -307,8 +312,8 @@ class _Values:
 
     def replacements(self) -> Iterator[Replacement]:
         """Yield what to replace of torch and torch.Tensor: owner, name, stand-in."""
-        for name in ("item", "__float__", "__format__"):
-            yield torch.Tensor, name, self._made_up(getattr(torch.Tensor, name), name == "__format__")
+        for name in ("item", "__float__", "__int__", "__bool__", "__format__"):
+            yield torch.Tensor, name, self._made_up(getattr(torch.Tensor, name))
         for name in ("isnan", "isinf"):  # the Trainer calls them on every loss
             yield torch, name, self._fine(getattr(torch, name))
         to_list, to_numpy = torch.Tensor.tolist, torch.Tensor.numpy
@@ -351,12 +356,12 @@ class _Values:
 
         return value
 
-    def _made_up(self, ask: Any, formats: bool) -> Any:
+    def _made_up(self, ask: Any) -> Any:
         def value(tensor: torch.Tensor, *args: Any) -> Any:
-            made_up = isinstance(tensor, fakes.FakeTensor) and tensor.is_floating_point() and tensor.numel() == 1
-            if made_up and self.known.of(tensor) is None:
-                self.asked[NOTES["made_up"]] += 1
-                return format(float("nan"), *args) if formats else float("nan")
+            single = isinstance(tensor, fakes.FakeTensor) and tensor.numel() == 1 and self.known.of(tensor) is None
+            if single and (tensor.is_floating_point() or not self.tracer.in_module()):
+                with _disable_current_modes():
+                    return ask(self._read(tensor), *args)
             return ask(tensor, *args)
 
         return value

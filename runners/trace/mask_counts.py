@@ -16,31 +16,40 @@ from torch.utils._pytree import tree_iter
 
 aten = torch.ops.aten
 _CHOOSING = {aten.topk.default: 2, aten.sort.default: 1, aten.argmax.default: 1, aten.max.dim: 1}  # where `dim` is
-_KEEPING = frozenset((aten.eq.Scalar, aten.eq.Tensor, aten._to_copy.default, aten.clone.default))
+_EQUAL = frozenset((aten.eq.Scalar, aten.eq.Tensor))
+_KEEPING = frozenset((aten._to_copy.default, aten.clone.default))
 
 
 def note_share(tracer: Any, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    """Keep with an operator's results what share of their elements is one choice; assume the sum of such a mask."""
+    """Keep with an operator's results what share of choices, or of a mask's elements, is one choice.
+
+    `any` of such a mask, by which experts may be skipped, gets the value assumed; in a forward pass its sum, too. Other
+    sums are counts that a script prints, such as right answers.
+    """
     if (at := _CHOOSING.get(func)) is not None and args[0].dim():
         dim = kwargs.get("dim", args[at] if len(args) > at else None if func is aten.argmax.default else -1)
         choices = args[0].numel() if dim is None else args[0].size(dim)
         chosen: Any = out if isinstance(out, torch.Tensor) else out[1]
-        chosen._share = Fraction(1, max(1, choices))
-    either = args[:2] if func is aten.eq.Tensor else args[:1]
-    share: Fraction | None = next((one._share for one in either if hasattr(one, "_share")), None)
-    if share is None:
+        chosen._choice = Fraction(1, max(1, choices))
+    compared = args[:2] if func is aten.eq.Tensor else args[:1]
+    choice: Fraction | None = next((one._choice for one in compared if hasattr(one, "_choice")), None)
+    share: Fraction | None = getattr(args[0], "_share", None) if args else None
+    if choice is not None and func in _EQUAL:
+        out._share = choice
+    elif choice is not None and (func in _KEEPING or func.is_view):
+        for tensor in tree_iter(out):
+            tensor._choice = choice
+    elif share is None:
         return
-    if func._schema.is_mutable:  # it may select more now
+    elif func._schema.is_mutable:  # it may select more now
         args[0]._share = Fraction(1)
-    if func is aten.eq.Scalar and args[0].dtype is torch.bool:  # what a mask leaves out
-        return
-    if func in (aten.any.default, aten.sum.default) and args[0].dtype is torch.bool and tracer.known.of(out) is None:
+    elif func is aten.any.default or (func is aten.sum.default and tracer.in_module()):
         count = count_selected(tracer, args[0])
         with unset_fake_temporarily():
             tracer.known.give(out, torch.tensor(count).to(out.dtype))
     elif func is aten.any.dim:
         out._share = min(Fraction(1), share * args[0].size(args[1]))
-    elif func in _KEEPING or func.is_view:
+    elif func in _KEEPING or func.is_view or (func is aten.eq.Scalar and args[1] == 1):
         for tensor in tree_iter(out):
             tensor._share = share
 

@@ -84,6 +84,7 @@ class Tracer(TorchDispatchMode):
         self.noting = False  # whether to record what streams do; needed only if something calls record_stream
         # called when a backward pass ends; returns tensors other than parameters and their gradients, by category
         self.held: Callable[[], dict[str, list[torch.Tensor]]] = dict
+        self.raises_when_full = True  # in a script that catches out-of-memory errors
         self.after_operator: Callable[[], None] = lambda: None  # may raise what the operator would
 
     @contextlib.contextmanager
