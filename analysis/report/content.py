@@ -173,18 +173,18 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
         card=card,
         picker=picker(table, by_world),
         again=fitting.command,
-        then=_ask_next(fits, limits, table.axis),
+        then=_ask_next(fits, limits, table),
         answer=answered,
     )
     worded: Content = own_axis.reword(content, table, KEPT)
     return worded
 
 
-def _ask_next(fits: Sequence[Fit], limits: Sequence[Limit], axis: str) -> str:
+def _ask_next(fits: Sequence[Fit], limits: Sequence[Limit], table: Table) -> str:
     """Return what to ask next: a maximum only the predictor knows, or the most informative length; "" for neither."""
-    name = {"seq_len": "seq_len (or micro_batch)", own_axis.SAMPLES: "micro_batch"}.get(axis, axis)
+    name = {"seq_len": "seq_len (or micro_batch)", own_axis.SAMPLES: "micro_batch"}.get(table.axis, table.axis)
     if any(limit.remark == EDGE for limit in limits):
-        verb = "predict" if axis in ("seq_len", own_axis.SAMPLES) else "run"
+        verb = "run" if table.frame["runner"].eq("script").any() else "predict"
         return f"Find the maximum with vramsweep {verb} --largest {name} and the same settings."
     known = [fit for fit in fits if fit.metric.memory and fit.next_x is not None]
     of = name.partition(" ")[0]

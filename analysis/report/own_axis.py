@@ -17,7 +17,7 @@ from vramsweep.analysis.data.groups import FREE, OPTIONS
 from vramsweep.analysis.data.load import EXTRA, Table, is_
 from vramsweep.analysis.data.warnings_of_rows import records
 from vramsweep.harness.messages import suggestions
-from vramsweep.harness.sweep.result_table import choose_axis, has_tokens, is_number
+from vramsweep.harness.sweep.result_table import choose_axis, has_tokens, is_number, name_one
 
 SAMPLES = "samples"  # the axis of a table whose samples have no tokens
 LENGTHS = "lengths"  # the rows' own lengths
@@ -66,7 +66,7 @@ def reword(value: Any, table: Table, kept: Sequence[str] = ()) -> Any:
         words["search"] = f"run --largest {axis}" if own else "predict --largest"  # none predicts it of a command's own
         for pattern, new in [*_RULES, *([] if table.tokens else [[r"\btokens(/s|_per_s| over)\b", r"samples\1"]])]:
             value = re.sub(pattern, new.format(**words), value)
-        return value.replace("\1", table.axis.removesuffix("s")).replace("\0", table.axis)
+        return value.replace("\1", name_one(table.axis)).replace("\0", table.axis)
     if isinstance(value, pd.DataFrame):
         named = value.rename(columns=lambda column: reword(column, table))
         return named.map(lambda cell: reword(cell, table) if isinstance(cell, str) else cell)

@@ -18,6 +18,7 @@ from vramsweep.analysis.data.load import is_, varying
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, unit_of
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.data.parts import called
+from vramsweep.analysis.data.warnings_of_rows import left_out
 from vramsweep.analysis.figures.composition import OF_PEAK, oom_parts
 from vramsweep.analysis.figures.style import ON_CARD
 from vramsweep.analysis.model.fit import Fit
@@ -260,7 +261,8 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
         return Tile(question, "Next to nothing", "", told, of.kind)
     interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
     if of.kind == PREDICTED:  # a curve's fit to predictions does not say how far these are off
-        interval = f"median error on real GPUs: {ERRORS[fit.metric.column]}" if fit.metric.column in ERRORS else ""
+        error = "" if left_out(of.frame) else ERRORS.get(fit.metric.column)
+        interval = f"median error on real GPUs: {error}" if error else ""
     whole = low <= of.frame["seq_len"].min()  # a curve that begins at a longer length has no fixed part
     base = f"on top of {format_size(fixed)} at any length" if fixed > 0 and whole else ""
     where = f"valid from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""

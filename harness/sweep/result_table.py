@@ -243,7 +243,12 @@ def _speed(value: float | None, mark: str) -> str:
 
 def _unit(axis: str, tokens: bool) -> str:
     """Return what memory grows with, of which there is one."""
-    return axis.removeprefix(OPTIONS).removesuffix("s") if axis not in WORDS else "token" if tokens else "sample"
+    return name_one(axis.removeprefix(OPTIONS)) if axis not in WORDS else "token" if tokens else "sample"
+
+
+def name_one(name: str) -> str:
+    """Return the singular of a number's name, such as `image`; the name itself if that is not certain."""
+    return name[:-1] if len(name) > 3 and re.fullmatch(r".*[^s]s(?<!ses)", name) else name
 
 
 def _digits(value: float | None) -> str:

@@ -122,7 +122,7 @@ def prediction_basis(trial: Trial, left_out: Sequence[str]) -> str:
     """
     sharded, known = trial.sharding != "none" or "ranks" in left_out, "parameters, buffers, gradients, optimizer_state"
     first = f"traced: {known}, " if left_out else f"exact: {known}; traced: "
-    return f"{first}activations, recomputed activations, temporaries" + (
+    return f"{first}activations, recomputed_activations, temporaries" + (
         "; estimate: communication, active, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
     )
 

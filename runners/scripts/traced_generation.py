@@ -39,7 +39,8 @@ class Generation:
 
         def generated(model: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
             self.decoded = self.skipped = self.left = 0
-            config = kwargs.get("generation_config") or model.generation_config
+            given = (one for one in (kwargs.get("generation_config"), *args) if hasattr(one, "pad_token_id"))
+            config = next(given, model.generation_config)
             self.whole = any(kwargs.get(name, getattr(config, name, None)) for name in PER_TOKEN)
             out: Any = generate(model, inputs, *args, **kwargs)
             ids = getattr(out, "sequences", out)

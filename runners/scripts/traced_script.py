@@ -128,11 +128,9 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             if counters.refused:
                 raise torch.OutOfMemoryError from error
             what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            lines = [
-                (Path(frame.filename).resolve(), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
-            ]
-            own = [one for one in lines if beside in one[0].parents and "site-packages" not in one[0].parts]
-            place = f" at {own[-1][0].name}:{own[-1][1]}" if own else ""
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [f for f in frames if beside in Path(f.filename).resolve().parents and "site-packages" not in f.filename]
+            place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
             remedy = "install it in this Python" if isinstance(error, ImportError) else "measure it"
             raise InvalidTrial(f"cannot be predicted, because the script fails{place} ({what}); {remedy}") from error
     if observer.problem is not None:
