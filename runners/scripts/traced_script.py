@@ -128,8 +128,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             if counters.refused:
                 raise torch.OutOfMemoryError from error
             what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            frames = traceback.extract_tb(error.__traceback__)
-            own = [f for f in frames if beside in Path(f.filename).resolve().parents and "site-packages" not in f.filename]
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+            own = [frame for frame in frames if beside in Path(frame.filename).resolve().parents]
             place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
             remedy = "install it in this Python" if isinstance(error, ImportError) else "measure it"
             raise InvalidTrial(f"cannot be predicted, because the script fails{place} ({what}); {remedy}") from error
