@@ -128,6 +128,11 @@ def test_a_script_without_an_optimizer_needs_what_it_needs_on_a_cpu(tmp_path: Pa
     assert found["step_growth_bytes"] is None and "no optimizer step" in found["notes"][-1]
 
 
+def test_a_script_that_ends_by_a_full_gpu_is_traced_without_the_error(traced: Traced) -> None:
+    asked = 'try: torch.empty(40 << 30, dtype=torch.uint8, device="cuda")\nexcept Exception: raise SystemExit(1)'
+    assert max(traced(before=asked).sizes) == 40 << 30
+
+
 # ---- values
 
 
