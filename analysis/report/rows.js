@@ -13,12 +13,12 @@
   const COLUMNS = [
     { name: "trial", value: (i) => data.trial[i], cell: code },
     { name: "configuration", value: (i) => (data.group[i] < 0 ? "" : data.labels[data.group[i]]) },
-    { name: data.axis, value: (i) => data.length[i], show: number(0) },
+    { get name() { return data.axis; }, value: (i) => data.length[i], show: number(0) },
     { name: "batch", value: (i) => data.batch[i], show: number(0) },
     { name: "outcome", value: (i) => text("outcome")(i) },
     { name: "allocated (GiB)", value: (i) => data.allocated[i], show: gib, claim: "memory" },
     { name: "reserved (GiB)", value: (i) => data.reserved[i], show: gib, claim: "memory" },
-    { name: data.rate, value: (i) => data.speed[i], show: number(0), claim: "speed" },
+    { get name() { return data.rate; }, value: (i) => data.speed[i], show: number(0), claim: "speed" },
     { name: "command", value: command, cell: copied },
   ];
 
