@@ -39,11 +39,15 @@ class RmsNorm(torch.autograd.Function):
         rows, weight, reciprocals = ctx.saved_tensors
         changed = grad.contiguous().view(rows.shape)
         if ctx.needs_input_grad[1]:
-            partial = torch.empty(ctx.multiprocessors, rows.shape[1], dtype=torch.float32, device=rows.device)
-            fused([rows, weight, reciprocals], [changed], [partial])
-            return changed.view(grad.shape), partial.sum(dim=0).to(weight.dtype), None
+            return changed.view(grad.shape), _of_norm(rows, weight, reciprocals, changed, ctx.multiprocessors), None
         fused([rows, weight, reciprocals], [changed])
         return changed.view(grad.shape), None, None
+
+
+def _of_norm(rows: Tensor, weight: Tensor, reciprocals: Tensor, changed: Tensor, multiprocessors: int) -> Tensor:
+    partial = torch.empty(multiprocessors, rows.shape[1], dtype=torch.float32, device=rows.device)
+    fused([rows, weight, reciprocals], [changed], [partial])
+    return partial.sum(dim=0).to(weight.dtype)
 
 
 class SiluMul(torch.autograd.Function):
