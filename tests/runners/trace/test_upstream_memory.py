@@ -64,7 +64,13 @@ def test_a_difference_is_listed_once_its_code_has_run() -> None:
     assert set(applied) == with_forward  # fp32_logits and shifted_logits are of the loss
 
 
-@pytest.mark.parametrize(("version", "model"), [pytest.param("4.45.2", "clip", marks=pytest.mark.slow), *sorted(QUICK)])
+@pytest.mark.parametrize(
+    ("version", "model"),
+    [
+        *sorted(QUICK),
+        *(pytest.param("4.41.2", one, marks=pytest.mark.slow) for one in ("clip", "bart", "opt", "gpt_neox")),
+    ],
+)
 def test_a_model_of_the_user_s_code_holds_what_that_version_s_own_code_held(version: str, model: str) -> None:
     """Whatever model the trial names, the differences of the one that runs take effect."""
     values: dict[str, Any] = {"device": SIMULATED, "versions": {"transformers": version}}  # its model is qwen2
