@@ -167,7 +167,8 @@ def make_result_table(
     """
     (what, _, longest), narrow = name_axis(axis), width < NARROW
     tokens, first = any(line.tokens for line in lines) or not lines, f"first {what}\nthat does not"
-    per = f"MiB per\n{_unit(axis, tokens)}"
+    one = name_one(axis.removeprefix(OPTIONS)) if axis not in WORDS else "token" if tokens else "sample"
+    per = f"MiB per\n{one}"
     samples = [line.samples_per_s or (None if tokens else line.tokens_per_s) for line in lines]
     speeds = {"tokens/s": [line.tokens_per_s for line in lines], "samples/s": samples}
     speed = "tokens/s" if tokens and (any(speeds["tokens/s"]) or not any(speeds["samples/s"])) else "samples/s"
@@ -239,11 +240,6 @@ def _speed(value: float | None, mark: str) -> str:
     if value is None:
         return "–"
     return f"{mark} {format_estimate(value)}" if mark else f"{value:,.{0 if value >= 100 else 1}f}"
-
-
-def _unit(axis: str, tokens: bool) -> str:
-    """Return what memory grows with, of which there is one."""
-    return name_one(axis.removeprefix(OPTIONS)) if axis not in WORDS else "token" if tokens else "sample"
 
 
 def name_one(name: str) -> str:

@@ -85,7 +85,6 @@ class Counters:
         if refused:
             trace.answers = self._answers
             self.refused += 1
-            self.searches += 1
             raise torch.OutOfMemoryError(REFUSED.format(*map(format_gib, (refused, self.total, self._free()[0]))))
 
     def stats(self, *_args: Any, **_kwargs: Any) -> dict[str, float]:

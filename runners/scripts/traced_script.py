@@ -180,9 +180,8 @@ class _Traced(Observer):
             self.built_before(None)
         self.traced.mark("step")
         self.built, unknown = self.described, dict.fromkeys(("step_growth_bytes", "plateau", *_TOKENS))
-        self.traced.details = (
-            (told := self.describe()) | unknown | {"notes": [*(told["notes"] or ()), NOTES["no_step"]]}
-        )
+        told = self.describe()
+        self.traced.details = told | unknown | {"notes": [*(told["notes"] or ()), NOTES["no_step"]]}
         return True
 
     def begin(self, module: torch.nn.Module | None) -> None:
@@ -193,7 +192,7 @@ class _Traced(Observer):
 
     def boundary(self) -> None:
         self.stepped = self.forward_seen = False
-        searches, inputs = self.counters.searches, self.volume.inputs
+        searches, inputs = self.counters.searches + self.counters.refused, self.volume.inputs
         differs = len(inputs) > 1 and inputs[-2] != inputs[-1]
         if differs and searches != self.searches and len(inputs) < LONGEST_SEARCH:
             self.searches = searches  # it may be choosing its batch by the memory: the step goes on until two are alike
