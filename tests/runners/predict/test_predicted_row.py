@@ -101,7 +101,7 @@ def test_what_the_optimizer_takes_does_not_go_with_the_tokens(tmp_path: Path) ->
     optimizer = max(most["allocated"] for mark, most in whole.phases if mark.phase == "optimizer")
     assert optimizer == whole.peak["allocated"]
     assert whole.breakdown["temporaries"] >= 4 * (chosen.model.parameters or 0)
-    said = predicted_row._would_fit(chosen, whole, optimizer - 1)
+    said = predicted_row._would_fit(chosen, whole, optimizer - 1, {})
     assert "GiB of it do not depend on length or batch" in said
 
 
