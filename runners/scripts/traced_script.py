@@ -193,7 +193,7 @@ class _Traced(Observer):
     def boundary(self) -> None:
         self.stepped = self.forward_seen = False
         searches, inputs = self.counters.searches + self.counters.refused, self.volume.inputs
-        differs = len(inputs) > 1 and inputs[-2] != inputs[-1]
+        differs = len({frozenset(step) for step in inputs[-2:] if step}) > 1
         if differs and searches != self.searches and len(inputs) < LONGEST_SEARCH:
             self.searches = searches  # it may be choosing its batch by the memory: the step goes on until two are alike
             self.volume.begin_step()
@@ -240,7 +240,7 @@ class _Traced(Observer):
             said = " and ".join(f"{name}={getattr(self.trial, name)}" for name in other)
             notes.append(f"in the traced steps the model was called with {every} tokens, but {said} is given")
         inputs = self.volume.inputs
-        if len(shapes) > 1 or any(step != inputs[-1] for step in inputs[1 - self.trial.steps() :]):
+        if len(shapes) > 1 or len({frozenset(step) for step in inputs[1 - self.trial.steps() :] if step}) > 1:
             sizes = {"x".join(map(str, shape)) for step in inputs for shape in step}
             found |= {"step_growth_bytes": None, "plateau": None}
             notes.append(NOTES["lengths"].format(f"{every} tokens" if every else ", ".join(sorted(sizes)[:8])))
