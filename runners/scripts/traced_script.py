@@ -240,7 +240,7 @@ class _Traced(Observer):
             said = " and ".join(f"{name}={getattr(self.trial, name)}" for name in other)
             notes.append(f"in the traced steps the model was called with {every} tokens, but {said} is given")
         inputs = self.volume.inputs
-        if len(shapes) > 1 or len({frozenset(step) for step in inputs[1 - self.trial.steps() :] if step}) > 1:
+        if len(shapes) > 1 or 1 < len(inputs) == len({frozenset(step) for step in inputs if step}):
             sizes = {"x".join(map(str, shape)) for step in inputs for shape in step}
             found |= {"step_growth_bytes": None, "plateau": None}
             notes.append(NOTES["lengths"].format(f"{every} tokens" if every else ", ".join(sorted(sizes)[:8])))
