@@ -170,7 +170,7 @@ class Better:
 def best_basis(points: Points, metric: Metric, group: Group | None, axis: str, knows: Knows) -> Better:
     """Choose what a fit is based on: predicted rows, phases, or its points alone."""
     if group is None or points.rows is None or (knows.predicted is None and knows.phases is None):
-        return Better("no prediction has the same settings, and no peaks by phase are known for its batch and length")
+        return Better("no prediction has the same settings, and no peaks by phase are known of such rows")
     if axis == "tokens":
         return Better("along tokens, rows of several batches and lengths share one curve")
     across = "micro_batch" if axis == "seq_len" else "seq_len"
