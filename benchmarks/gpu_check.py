@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import importlib.util
 import json
 import os
@@ -48,6 +47,7 @@ if __name__ == "__main__" and missing(NEEDED):
         "install them with pip (hydra is hydra-core, pynvml is nvidia-ml-py); without a network, bring the wheels along"
     )
 
+from gpu_check_recordings import misses, recordings  # noqa: E402
 from gpu_check_sweeps import Check, ended_ok, last_line, outcomes, swept  # noqa: E402
 
 from vramsweep.analysis.compare.residuals import COMPONENTS, not_compared, residuals, sentences  # noqa: E402
@@ -55,7 +55,6 @@ from vramsweep.analysis.compare.residuals import summary as per_component  # noq
 from vramsweep.analysis.compare.verdicts import compare  # noqa: E402
 from vramsweep.analysis.data.export import write_csv  # noqa: E402
 from vramsweep.analysis.data.load import load  # noqa: E402
-from vramsweep.harness.allocator.replay import what_if  # noqa: E402
 from vramsweep.harness.files.sweep_folder import own_files  # noqa: E402
 from vramsweep.harness.hardware.gpu_lookup import find_gpu  # noqa: E402
 from vramsweep.harness.machine import machine  # noqa: E402
@@ -68,7 +67,6 @@ MIB = 1 << 20
 MOST_FILES, MOST_BYTES = 8, 16 * MIB
 # A user published this measurement: GPT-2, the Trainer's defaults, length 512, fp32, torch 2.9.1, transformers 4.57.3.
 PUBLIC_GPT2 = {"peak_allocated_bytes": round(8_450_177.5 * KIB), "peak_reserved_bytes": 9_154_560 * KIB}
-MISSED = 0.01  # share of a reserved peak; a trial with a larger prediction error is recorded
 MOST_PROFILED = 24
 DRAWN = 60  # seconds left for the report of the user's sweep after its budget
 REHEARSED = "h100-80gb"  # the GPU that a rehearsal without a GPU predicts for
@@ -86,65 +84,6 @@ def gpt2_trainer(check: Check) -> dict[str, Any]:
     found = {name: row[name] for name in PUBLIC_GPT2}
     differs = {n: row[n] / PUBLIC_GPT2[n] - 1 for n in PUBLIC_GPT2 if row[n] is not None} if check.real else None
     return {"outcomes": outcomes(rows), "measured": found, "public": PUBLIC_GPT2, "relative_difference": differs}
-
-
-def recordings(check: Check) -> dict[str, Any]:
-    """Record the allocator's events from the first on under each setting, and check that their replay is exact.
-
-    Limits are shares of the default setting's reserved peak. Which limit causes retries and still fits depends on the
-    GPU's kernels, so the largest of a few that does is kept. With far too little memory the run must fail.
-    """
-    if not check.real:
-        return {"skipped": "recordings need CUDA"}
-    found = {"default": recorded(check, "default", "", None)}
-    peak = found["default"]["peak_reserved_bytes"]
-    settings: list[tuple[str, str, int | None, tuple[str, ...]]] = [
-        ("expandable", "expandable_segments:True", None, ()),
-        ("roundup", "roundup_power2_divisions:8", None, ()),
-        ("max_split", "max_split_size_mb:32", peak, ()),
-        ("gc", "garbage_collection_threshold:0.5", round(1.05 * peak), ()),
-        ("out_of_memory", "", round(0.7 * peak), ()),
-        ("streams", "", None, ("--streams",)),
-        ("streams_expandable", "expandable_segments:True", None, ("--streams",)),
-        ("ddp", "", None, ("--ddp",)),
-    ]
-
-    def attempt(setting: tuple[str, str, int | None, tuple[str, ...]]) -> dict[str, Any]:
-        name, conf, limit, more = setting
-        try:
-            return recorded(check, name, conf, limit, *more)
-        except Exception as error:  # a failure is a finding, and the others are kept
-            return {"conf": conf, "failed": f"{type(error).__name__}: {error}"}
-
-    with ThreadPoolExecutor(4) as pool:  # concurrent: nothing is timed, and each process has its own allocator
-        found |= zip((setting[0] for setting in settings), pool.map(attempt, settings), strict=True)
-    for share in (0.985, 0.97, 0.955, 0.94):
-        retried = recorded(check, "retry", "", round(share * peak))
-        if not retried["out_of_memory"]:
-            found["retry"] = retried
-        if retried["out_of_memory"] or retried["retries"]:
-            break
-    with zipfile.ZipFile(check.out / "recordings.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in found:
-            if (path := check.scratch / f"{name}.pickle").exists():
-                archive.write(path, path.name)
-    return found
-
-
-def recorded(check: Check, name: str, conf: str, limit: int | None, *more: str) -> dict[str, Any]:
-    """Record a run in its own process and replay it; return both and whether they agree. RuntimeError if it fails."""
-    path = check.scratch / f"{name}.pickle"
-    script = str(ROOT / "benchmarks" / "recorded_steps.py")
-    done = check.python([script, str(path), *(["--limit", str(limit)] if limit else []), *more], conf)
-    if done.returncode:
-        raise RuntimeError(f"recording {name}: {last_line(done.stderr)}")
-    said: dict[str, Any] = json.loads(last_line(done.stdout))
-    replayed = what_if(path, [], recorded_limit=said["limit_bytes"]).rows[0]
-    match = replayed.match
-    assert match is not None
-    return {"conf": conf, **said, "replayed_peak_reserved_bytes": replayed.peak_reserved, "exact": match.exact,
-            "segment_events": match.segment_events, "matched": match.matched, "blocks": match.blocks,
-            "first_difference": match.first_difference}  # fmt: skip
 
 
 def isolation(check: Check) -> dict[str, Any]:
@@ -227,52 +166,23 @@ def tests(check: Check) -> dict[str, Any]:
     return {"exit_status": status, "cut_short": status is None, "last_line": last_line(text)}
 
 
-def misses(check: Check) -> dict[str, Any]:
-    """Record trials whose reserved peak has a prediction error above `MISSED`, from the first allocation on.
-
-    This runs after `predicted`, in a later run with the GPU, because a row shows the size of an error, not its place.
-    """
-    path = check.out / "residuals.csv"
-    if not check.real or not path.exists():
-        return {"skipped": "needs CUDA and residuals.csv, which the part predicted writes"}
-    with path.open(newline="") as stream:
-        off = [one for one in csv.DictReader(stream) if one["component"] == "peak_reserved_bytes"]
-    off = [one for one in off if abs(float(one["relative"])) > MISSED]
-    names = [one["trial_ids_measured"].split()[-1] for one in off]
-    rows = {r["trial_id"]: r for r in check.rows}
-
-    def attempt(name: str) -> dict[str, Any]:
-        try:
-            found = recorded(check, f"miss-{name}", "", None, "--row", str(check.out / "rows.jsonl"), name)
-        except Exception as error:
-            return {"failed": f"{type(error).__name__}: {error}"}
-        return found | {"row_peak_reserved_bytes": rows[name]["peak_reserved_bytes"]}
-
-    with ThreadPoolExecutor(4) as pool:
-        found = dict(zip(names, pool.map(attempt, names), strict=True))
-    with zipfile.ZipFile(check.out / "recordings.zip", "a", zipfile.ZIP_DEFLATED) as archive:
-        for name in names:
-            if (path := check.scratch / f"miss-{name}.pickle").exists():
-                archive.write(path, path.name)
-    return found
-
-
 def profiles(check: Check) -> dict[str, Any]:
     """Profile steps of the plain loop's measured trials: is the time spent on the GPU or on the host before it?"""
-    if not check.real:
-        return {"skipped": "profiles need CUDA"}
-    plain = {"runner": "torch", "sharding": "none", "outcome": "ok", "device": "cuda", "grad_accum": 1}
+    plain = {"runner": "torch", "sharding": "none", "outcome": "ok", "device": check.device, "grad_accum": 1}
     rows = [r for r in check.rows if all(r[k] == v for k, v in plain.items()) and r["allocator"] == "default"]
     names = list(dict.fromkeys(r["trial_id"] for r in rows if r["sweep"].startswith("factors")))[:MOST_PROFILED]
-    path = check.scratch / "profiles.json"
-    try:
-        script = str(ROOT / "benchmarks" / "profiled_steps.py")
-        done = check.python([script, str(path), str(check.out / "rows.jsonl"), *names])
-    except RuntimeError:
-        done = None
+    if not names:
+        return {"skipped": "no trial of the part factors is measured yet"}
+    path, kept = check.scratch / "profiles.json", check.scratch / "profiled.jsonl"
+    kept.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = str(ROOT / "benchmarks" / "profiled_steps.py")
+    limit = ["--device", check.device, "--seconds", f"{check.left() - 10:.0f}"]  # it ends by itself, with its processes
+    done = check.python([script, str(path), str(kept), *names, *limit])
     if not path.exists():
-        raise RuntimeError(last_line(done.stderr) if done else "no profile finished in time")
+        raise RuntimeError(last_line(done.stderr))
     found: dict[str, Any] = json.loads(path.read_text())
+    if any(one.get("failed") == "no time left" for one in found.values()):
+        check.cut_short.add("profiles")
     return found
 
 
@@ -422,7 +332,7 @@ PARTS: tuple[tuple[Callable[[Check], dict[str, Any]], float], ...] = (
     (techniques, 360),  # 80 trials
     (models, 180),  # 18 trials
     (misses, 90),  # 30: processes that record, four at a time
-    (profiles, 90),  # 60: two seconds a trial
+    (profiles, 300),  # 250: a process for each trial, because a profiler slows down what follows it
     (predicted, 90),  # 60: nothing on the GPU, half as many at once as there are cores
 )
 APART = (techniques, models)  # each in its own run (--only), because it takes all of the time

@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+import time
 import types
 import zipfile
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from random import Random
 from typing import Any
 
 import gpu_check
+import gpu_check_recordings
 import pandas as pd
+import profiled_steps
 import pytest
 import recorded_steps
 import torch
@@ -109,9 +112,9 @@ def test_the_largest_limit_that_makes_the_allocator_retry_is_recorded(
         return {"limit_bytes": limit, "peak_reserved_bytes": peak, "out_of_memory": share < fails_below,
                 "retries": int(share <= retries_at)}  # fmt: skip
 
-    monkeypatch.setattr(gpu_check, "recorded", recorded)
+    monkeypatch.setattr(gpu_check_recordings, "recorded", recorded)
     own = check(tmp_path)
-    found = gpu_check.recordings(own)
+    found = gpu_check_recordings.recordings(own)
     assert found["out_of_memory"]["out_of_memory"]
     assert (found["retry"]["limit_bytes"] if "retry" in found else None) == (kept and round(kept * peak))
     with zipfile.ZipFile(own.out / "recordings.zip") as archive:
@@ -175,6 +178,54 @@ def test_what_is_recorded_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded_steps.train(recorded_steps.trial_parser.parse(trial), torch.device("cpu"))
     trained, before = (list(net.parameters()) for net in nets)
     assert all(not torch.equal(one, other) for one, other in zip(trained, before, strict=True))
+
+
+def event(category: str, name: str, start: float, length: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "args": {"correlation": 1}}
+
+
+OF_A_STEP = [
+    event("cpu_op", "aten::mm", 0, 9), event("user_annotation", "Optimizer.step#AdamW.step", 0, 90),
+    event("cuda_runtime", "cudaLaunchKernel", 1, 1), event("cuda_driver", "cuLaunchKernelEx", 3, 1),
+    event("cuda_runtime", "cudaMemcpyAsync", 5, 1), event("cuda_runtime", "cudaDeviceSynchronize", 6, 50),
+    event("kernel", "gemm", 10, 20), event("kernel", "add", 25, 15), event("gpu_memcpy", "Memcpy HtoD", 100, 5),
+    event("gpu_memset", "Memset (Device)", 110, 1), event("gpu_user_annotation", "Optimizer.step#AdamW.step", 0, 500),
+    {"ph": "M", "name": "process_name", "ts": 0, "args": {"name": "python"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "busy", "refused"),
+    [
+        ([], 36e-6, None),
+        ([event("cuda_runtime", "cudaLaunchKernelExC", 8, 1)], None, "2 kernels of 3 launches"),
+        ([event("cuda_runtime", "cudaGraphLaunch", 8, 1), event("kernel", "late", 200, 4)], 40e-6, None),
+    ],
+)
+def test_a_profile_counts_work_and_no_annotation(
+    more: list[dict[str, Any]], busy: float | None, refused: str | None
+) -> None:
+    found = profiled_steps.summarize_events(OF_A_STEP + more, 1)
+    assert (found["copies"], found["fills"]) == (1, 1)
+    assert found["launches"] == 2 + sum(one["cat"] == "cuda_runtime" for one in more)
+    assert found.get("gpu_busy_s") == (busy and pytest.approx(busy))
+    assert (refused or "") in found.get("refused", "") and ("refused" in found) == (refused is not None)
+    assert not any("Optimizer" in name for name in found.get("longest_s", {}))
+
+
+@pytest.mark.slow
+def test_profiles_of_a_cpu_are_made_and_say_what_they_do_not_show(tmp_path: Path) -> None:
+    """One process a profile; a trial that fails does not stop the others."""
+    own = check(tmp_path, "cpu")
+    given = {"runner": "torch", "sharding": "none", "allocator": "default", "grad_accum": 1, "sweep": "factors"}
+    trial = tiny(device={"name": "cpu"})
+    own.rows = [{**given, "outcome": "ok", "device": "cpu", "trial_id": name, "trial": value}
+                for name, value in (("bad", {}), ("good", trial))]  # fmt: skip
+    own.deadline = time.monotonic() + 300
+    found = gpu_check.profiles(own)
+    assert set(found) == {"good", "bad"} and found["good"]["step_s"] > 0
+    assert found["good"]["refused"] == profiled_steps.NO_GPU and "kernels" not in found["good"]
+    assert found["bad"]["failed"] and not own.cut_short
 
 
 def test_modules_that_are_missing_are_named() -> None:
