@@ -26,7 +26,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "benchmarks" / "card_pages.toml"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from card_page_speed import bounds, profile_lines, speed_lines  # noqa: E402
 
 from vramsweep.analysis.figures.drawing import Picture, draw_one  # noqa: E402
 from vramsweep.harness.allocator.replay import what_if  # noqa: E402
@@ -127,6 +129,8 @@ def page(folder: Path) -> str:
     rows, blind = read(folder / "rows.jsonl"), read(folder / "blind.jsonl")
     both = pairs(rows)
     first = next((m for m, _ in both if m["deepspeed_version"]), both[0][0])
+    named = {row["trial_id"]: (label(row), row) for row in rows if row["device"] == "cuda" and row["outcome"] == "ok"}
+    bound_by = bounds(folder.name, named)
     words, parts = Words(**tomllib.loads(PAGES.read_text())[folder.name]), summary["parts"]
     gpu, image = summary["gpus"][0], f"![Prediction errors by configuration](images/{folder.name.split('-')[0]}.png)"
     lines = [
@@ -151,10 +155,14 @@ def page(folder: Path) -> str:
     if any(m["sweep"] == "zero3" for m, _ in both):
         lines += ["## ZeRO-3 over lengths", "", *_curve(rows), ""]
     if any(row["trial"].get("compile", "none") != "none" for row in rows):
-        lines += ["## Compiled", "", *_compiled(rows), ""]
+        lines += ["## Compiled", "", *_compiled(rows, bound_by), ""]
     if "isolation" in parts:
         lines += ["## Cold and warm trials", "", *_both_ways(summary, both), ""]
-    lines += ["## Speed", "", *_speed(summary, both), "", words.left.strip(), ""]
+    speeds = speed_lines(folder.name, bound_by, sorted([(label(m), m, p) for m, p in both], key=lambda one: one[0]))
+    lines += ["## Speed", "", *speeds, ""]
+    if profiles := profile_lines(parts.get("profiles", {}), named, {label(m): p for m, p in both}):
+        lines += [*profiles, ""]
+    lines += [words.left.strip(), ""]
     lines += ["## Repeat it", "", *_repeat(folder), "", "---", ""]
     lines.append(
         f"{gpu['name']}, driver {gpu['driver']}, {summary['machine']['cores']} cores of a virtual machine; torch "
@@ -335,18 +343,21 @@ def _calls(path: Path) -> list[str]:
     return [*lines, *(f"| {dtype} | {kernel} | {count} |" for (dtype, kernel), count in sorted(counts.items()))]
 
 
-def _compiled(rows: list[Row]) -> list[str]:
+def _compiled(rows: list[Row], bound_by: dict[str, str]) -> list[str]:
     """Return the table of compiled trials and of the same training in eager mode; compiled ones are not predicted."""
     ok = [row for row in rows if row["device"] == "cuda" and row["outcome"] == "ok"]
+    models = {row["model"] for row in ok if row["compile"] != "none"}
+    kept = [row for row in ok if row["model"] in models]
+    kept = [row for row in kept if row["compile"] != "none" or row["trial"]["optimizer"] == "adamw_torch"]
+    eager = [row for row in kept if row["compile"] == "none"]
+    of_host = sum(bound_by.get(label(row)) == "host" for row in eager)
     lines = [
-        "Compiled trials are measured, and cannot be predicted. The rows with `optimizer=adamw_torch` are eager.",
+        "Compiled trials are measured, and cannot be predicted. The rows with `optimizer=adamw_torch` are eager. The "
+        f"host bounds the speed of {of_host} of the {len(eager)} eager trials, so their speed is not the GPU's.",
         "",
         "| trial | allocated MiB | reserved MiB | tokens/s | compiling s |",
         "|---|---:|---:|---:|---:|",
     ]
-    models = {row["model"] for row in ok if row["compile"] != "none"}
-    kept = [row for row in ok if row["model"] in models]
-    kept = [row for row in kept if row["compile"] != "none" or row["trial"]["optimizer"] == "adamw_torch"]
     for row in sorted(kept, key=lambda row: (row["model"], row["compile"] != "none", row["compile"])):
         took = "" if row["compile_s"] is None else f"{row['compile_s']:.0f}"
         lines.append(
@@ -379,53 +390,6 @@ def _both_ways(summary: dict[str, Any], both: list[tuple[Row, Row]]) -> list[str
         "torchaudio, which the model's code imports while it is made. Workers now import it before; the H200 ran "
         "with this fix.",
     ]
-
-
-def _speed(summary: dict[str, Any], both: list[tuple[Row, Row]]) -> list[str]:
-    timed = [(m, p) for m, p in both if p["estimated_step_s"] and m["step_times_s"]]
-    took = {id(m): statistics.median(m["step_times_s"]) for m, _ in timed}
-    known = sorted(took[id(m)] / p["calibrated_step_s"] for m, p in timed if p["calibrated_step_s"])
-    lines = [
-        f"A step took {known[len(known) // 20]:.2f} to {known[-1 - len(known) // 20]:.2f} times its calibrated "
-        f"estimate in nine of ten trials; the median of {len(known)} trials is {statistics.median(known):.2f}.",
-        "",
-        "*at best* is the roofline estimate, which no GPU reaches. *calibrated* is the same with factors from the "
-        "speeds that others published for this GPU. MFU refers to the dense peak of the precision.",
-        "[How prediction works](how_prediction_works.md) defines both estimates.",
-        "",
-        "| trial | tokens/s | step ms | at best ms | calibrated ms | measured / calibrated | MFU |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
-    for m, p in sorted(timed, key=lambda pair: label(pair[0])):
-        step, told = took[id(m)], p["calibrated_step_s"]
-        mfu = "" if m["mfu"] is None else f"{100 * m['mfu']:.0f} %"
-        calibrated = f"{1000 * told:.1f} | {step / told:.2f}" if told else " | "
-        lines.append(
-            f"| {label(m)} | {m['tokens_per_s']:,.0f} | {1000 * step:.1f} | {1000 * p['estimated_step_s']:.1f} | "
-            f"{calibrated} | {mfu} |"
-        )
-    if "profiles" in summary["parts"]:
-        lines += ["", *_profiles(summary, {m["trial_id"]: m for m, _ in both})]
-    return lines
-
-
-def _profiles(summary: dict[str, Any], rows: dict[str, Row]) -> list[str]:
-    """Return the table of bare steps: their time, and the time that the GPU was busy."""
-    found = [(rows[t], one) for t, one in summary["parts"]["profiles"].items() if t in rows and "card_busy_s" in one]
-    lines = [
-        "The profile of bare steps, without our instruments, shows how long the GPU was *busy* with kernels and "
-        "copies. If this is far below the step time, the GPU waits for the host, because this virtual machine takes "
-        "some 30 to 50 µs an operation.",
-        "",
-        "| trial | step ms | busy ms | share | kernels and copies |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for m, one in sorted(found, key=lambda pair: label(pair[0])):
-        lines.append(
-            f"| {label(m)} | {1000 * one['step_s']:.1f} | {1000 * one['card_busy_s']:.1f} | "
-            f"{100 * one['card_busy_s'] / one['step_s']:.0f} % | {one['launches']:,.0f} |"
-        )
-    return lines
 
 
 def _share(value: float) -> str:
