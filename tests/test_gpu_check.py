@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import card_page_speed
 import gpu_check
 import gpu_check_recordings
 import pandas as pd
@@ -66,18 +67,13 @@ def test_fabricated_cuda_rows_are_compared_with_the_predictions_of_their_trials(
     assert json.dumps(found, allow_nan=False)
 
 
-def test_without_cuda_rows_nothing_is_compared(tmp_path: Path) -> None:
-    row = complete_row({"trial_id": "a", "device": "cpu", "outcome": "ok", "terminal": True})
-    path = tmp_path / "residuals.csv"
-    assert gpu_check.compared([row], [], path) == {"not_compared": ["needs cuda rows"]}
-    assert not path.exists()
-
-
 def test_predictions_are_of_what_was_measured_one_sweep_a_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran = []
-    own = check(tmp_path)
+    ran, own = [], check(tmp_path)
+    of_a_cpu = complete_row({"trial_id": "a", "device": "cpu", "outcome": "ok", "terminal": True})
+    assert gpu_check.compared([of_a_cpu], [], tmp_path / "none.csv") == {"not_compared": ["needs cuda rows"]}
+    assert not (tmp_path / "none.csv").exists()
     own.rows = [complete_row({"trial_id": "a", "device": "cuda", "outcome": "ok", "gpu_name": "NVIDIA H200"})]
     own.asked = [
         ("model=tiny", "seq_len=64", "isolation=cold", "repeats=3"),
@@ -180,52 +176,49 @@ def test_what_is_recorded_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(not torch.equal(one, other) for one, other in zip(trained, before, strict=True))
 
 
-def event(category: str, name: str, start: float, length: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "args": {"correlation": 1}}
-
-
-OF_A_STEP = [
-    event("cpu_op", "aten::mm", 0, 9), event("user_annotation", "Optimizer.step#AdamW.step", 0, 90),
-    event("cuda_runtime", "cudaLaunchKernel", 1, 1), event("cuda_driver", "cuLaunchKernelEx", 3, 1),
-    event("cuda_runtime", "cudaMemcpyAsync", 5, 1), event("cuda_runtime", "cudaDeviceSynchronize", 6, 50),
-    event("kernel", "gemm", 10, 20), event("kernel", "add", 25, 15), event("gpu_memcpy", "Memcpy HtoD", 100, 5),
-    event("gpu_memset", "Memset (Device)", 110, 1), event("gpu_user_annotation", "Optimizer.step#AdamW.step", 0, 500),
-    {"ph": "M", "name": "process_name", "ts": 0, "args": {"name": "python"}},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("more", "busy", "refused"),
-    [
-        ([], 36e-6, None),
-        ([event("cuda_runtime", "cudaLaunchKernelExC", 8, 1)], None, "2 kernels of 3 launches"),
-        ([event("cuda_runtime", "cudaGraphLaunch", 8, 1), event("kernel", "late", 200, 4)], 40e-6, None),
-    ],
-)
-def test_a_profile_counts_work_and_no_annotation(
-    more: list[dict[str, Any]], busy: float | None, refused: str | None
-) -> None:
-    found = profiled_steps.summarize_events(OF_A_STEP + more, 1)
-    assert (found["copies"], found["fills"]) == (1, 1)
-    assert found["launches"] == 2 + sum(one["cat"] == "cuda_runtime" for one in more)
-    assert found.get("gpu_busy_s") == (busy and pytest.approx(busy))
-    assert (refused or "") in found.get("refused", "") and ("refused" in found) == (refused is not None)
-    assert not any("Optimizer" in name for name in found.get("longest_s", {}))
+def test_a_profile_counts_work_and_no_annotation_and_is_refused_without_its_kernels() -> None:
+    spans = [
+        ("user_annotation", "Optimizer.step#AdamW.step", 0, 90), ("gpu_user_annotation", "Optimizer.step", 0, 500),
+        ("cuda_runtime", "cudaLaunchKernel", 1, 1), ("cuda_driver", "cuLaunchKernelEx", 3, 1), ("cpu_op", "mm", 0, 4),
+        ("cuda_runtime", "cudaMemcpyAsync", 5, 1), ("kernel", "gemm", 10, 20), ("kernel", "add", 25, 15),
+        ("gpu_memcpy", "HtoD", 100, 5), ("gpu_memset", "Set", 110, 1), ("cuda_runtime", "cudaGraphLaunch", 7, 1),
+    ]  # fmt: skip
+    step = [
+        {"ph": "M", "name": "process_name"},
+        *(dict(zip(("cat", "name", "ts", "dur"), s, strict=True)) for s in spans),
+    ]
+    found, counts = (
+        profiled_steps.summarize_events(step[:-1], 1),
+        {"kernels": 2, "copies": 1, "fills": 1, "launches": 2},
+    )
+    assert found.pop("longest_s") == pytest.approx({"gemm": 20e-6, "add": 15e-6, "HtoD": 5e-6, "Set": 1e-6})
+    assert found == counts | {"gpu_busy_s": pytest.approx(36e-6)}
+    refused = profiled_steps.summarize_events(step, 1)
+    assert refused.pop("refused").startswith("2 kernels of 3 launches") and refused == counts | {"launches": 3}
 
 
 @pytest.mark.slow
-def test_profiles_of_a_cpu_are_made_and_say_what_they_do_not_show(tmp_path: Path) -> None:
+def test_profiles_of_a_cpu_say_what_they_do_not_show(tmp_path: Path) -> None:
     """One process a profile; a trial that fails does not stop the others."""
     own = check(tmp_path, "cpu")
     given = {"runner": "torch", "sharding": "none", "allocator": "default", "grad_accum": 1, "sweep": "factors"}
-    trial = tiny(device={"name": "cpu"})
-    own.rows = [{**given, "outcome": "ok", "device": "cpu", "trial_id": name, "trial": value}
-                for name, value in (("bad", {}), ("good", trial))]  # fmt: skip
+    given |= {"outcome": "ok", "device": "cpu"}
+    own.rows = [given | {"trial_id": "bad", "trial": {}}, given | {"trial_id": "good", "trial": tiny()}]
     own.deadline = time.monotonic() + 300
     found = gpu_check.profiles(own)
-    assert set(found) == {"good", "bad"} and found["good"]["step_s"] > 0
-    assert found["good"]["refused"] == profiled_steps.NO_GPU and "kernels" not in found["good"]
-    assert found["bad"]["failed"] and not own.cut_short
+    assert found["bad"]["failed"] and not own.cut_short and found["good"].pop("step_s") > 0
+    assert found["good"].keys() == {"issued_s", "profiled_step_s", "refused"}
+
+
+def test_a_page_takes_busy_shares_against_the_rows_steps_and_leaves_out_lost_kernels() -> None:
+    new, old = {"copies": 1, "fills": 0, "gpu_busy_s": 0.018}, {"card_busy_s": 0.018, "launches": 101}
+    kinds = {"Optimizer.step#AdamW.step": 0.006, "multi_tensor_apply_kernel<...>": 0.004, "gemm": 0.01}
+    profiles = {"a": new | {"kernels": 99}, "b": old | {"kernels": kinds}, "c": new | {"kernels": 98},
+                "d": {"refused": "2 kernels of 3 launches"}, "e": {"failed": "no time left"}}  # fmt: skip
+    measured = {trial: (trial, {"step_times_s": [0.5, 0.02, 0.01]}) for trial in profiles}
+    lines = card_page_speed.profile_lines(profiles, measured, {t: {"estimated_launches": 100} for t in "abc"})
+    assert lines[4:6] == ["| a | 20.0 | 18.0 | 90 % | 100 |", "| b | 20.0 | 16.0 to 18.0 | 80 to 90 % | 100 |"]
+    assert lines[-1].endswith(": c (99 of 100), d (2 kernels of 3 launches).")
 
 
 def test_modules_that_are_missing_are_named() -> None:

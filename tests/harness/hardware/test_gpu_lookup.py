@@ -107,10 +107,8 @@ def test_the_least_card_that_has_room(gib: str, headroom: str, least: str, name:
 
 
 def test_a_card_s_own_memory_is_enough_with_its_own_headroom() -> None:
-    for gpu in (
-        gpu_lookup.resolve_gpu("t4-16gb", None, None, 1.5),
-        gpu_lookup.resolve_gpu("h20-96gb", None, None, 3.0),
-    ):
+    for name, headroom in (("t4-16gb", 1.5), ("h20-96gb", 3.0)):
+        gpu = gpu_lookup.resolve_gpu(name, None, None, headroom)
         found, *_ = gpu_lookup.gpus_with_enough(gpu_lookup.memory_limit(gpu), gpu.headroom_gib, gpu.capability)
         assert found.headroom_gib == gpu.headroom_gib
         assert found.memory_gib == gpu.memory_gib  # a T4's 16 GiB are in no smaller card, an H20's 96 neither
