@@ -132,7 +132,7 @@ def profile_lines(
         "A profile of bare steps shows how long the GPU was *busy* with kernels and copies; its own clock counts this "
         "time. *step* is the time of the trial's row, which ran without a profiler. If both are about the same, the "
         "GPU bounds the step. These shares are measured, so they count more than *bound by* above, which is an "
-        "estimate.",
+        "estimate. A range says that the profile includes gaps between the optimizer's kernels, of at most its width.",
         "",
         "| trial | step ms | busy ms | share | kernels and copies |",
         "|---|---:|---:|---:|---:|",
