@@ -18,27 +18,14 @@ from vramsweep.harness.messages.errors import UserError
 
 DEFAULT_MAX_BYTES = 1 << 30
 
-_FIXED = {  # allowed opcodes by the length of their argument in bytes
-    0: (pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.EMPTY_DICT, pickle.EMPTY_LIST,
-        pickle.EMPTY_TUPLE, pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, pickle.MEMOIZE),
-    1: (pickle.PROTO, pickle.BININT1, pickle.BINGET),
-    2: (pickle.BININT2,),
-    4: (pickle.BININT, pickle.LONG_BINGET),
-    8: (pickle.FRAME, pickle.BINFLOAT),
-}  # fmt: skip
-_SPECIAL, _REFUSED = 254, 255
-_WIDTH = [_REFUSED] * 256
-for _width, _codes in _FIXED.items():
-    for _code in _codes:
-        _WIDTH[_code[0]] = _width
-_COUNTED = {pickle.SHORT_BINUNICODE[0]: 1, pickle.BINUNICODE[0]: 4, pickle.BINUNICODE8[0]: 8, pickle.LONG1[0]: 1}
-_PUTS = {pickle.BINPUT[0]: 1, pickle.LONG_BINPUT[0]: 4}
-_TUPLES = {pickle.TUPLE1[0]: 1, pickle.TUPLE2[0]: 2, pickle.TUPLE3[0]: 3}
-for _op in (*_COUNTED, *_PUTS, *_TUPLES):
-    _WIDTH[_op] = _SPECIAL
-_INTEGERS = frozenset((pickle.BININT[0], pickle.BININT1[0], pickle.BININT2[0], pickle.LONG1[0]))
-_STOP, _LONG = pickle.STOP[0], pickle.LONG1[0]
-_LONGEST = 9  # bytes of a number; any number of longer ones can share a hash, and as keys they would take forever
+_INTEGERS, _PUTS = ("BININT", "BININT1", "BININT2", "LONG1"), ("BINPUT", "LONG_BINPUT")
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_PLAIN = {  # names of opcodes that pass, besides STOP
+    *(*_INTEGERS, *_PUTS, *_TUPLES, "MARK", "NONE", "NEWTRUE", "NEWFALSE", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE"),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "MEMOIZE", "PROTO", "FRAME", "BINGET", "LONG_BINGET", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+}
+_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
 
 
 class UnsafePickle(UserError):
@@ -80,40 +67,25 @@ def loads(data: bytes, name: str) -> Any:
 
 
 def _scan(data: bytes) -> None:
-    """Walk the opcodes without running them. Raises UnsafePickle."""
-    width = _WIDTH
-    at, end, puts, integers = 0, len(data), 0, 0
-    while at < end:
-        op = data[at]
-        length = width[op]
-        if length < _SPECIAL:
-            at += 1 + length
-            if op == _STOP:
-                return
-        elif length == _REFUSED:
-            raise UnsafePickle(_name(op, at))
-        elif op in _COUNTED:
-            head = _COUNTED[op]
-            size = int.from_bytes(data[at + 1 : at + 1 + head], "little")
-            if op == _LONG and size > _LONGEST:
-                raise UnsafePickle(f"it has a number of {size} bytes at byte {at}; a recording's have 64 bits")
-            at += 1 + head + size
-        elif op in _PUTS:
-            head = _PUTS[op]
-            puts += 1
-            if int.from_bytes(data[at + 1 : at + 1 + head], "little") > puts:
-                raise UnsafePickle(f"its memo jumps ahead at byte {at}, which no writer of recordings does")
-            at += 1 + head
-        else:
-            if integers < _TUPLES[op]:
-                raise UnsafePickle(f"it has a tuple of something other than integers at byte {at}")
-            at += 1
-        integers = integers + 1 if op in _INTEGERS and (op != _LONG or size < _LONGEST) else 0
-    raise UnsafePickle("it is truncated")
-
-
-def _name(op: int, at: int) -> str:
-    name = {info.code: info.name for info in pickletools.opcodes}.get(chr(op))
-    if name is None or at == 0:
-        return "it is not a pickle"
-    return f"pickle opcode {name} at byte {at}; a recording is made of plain containers only"
+    """Read the opcodes without running them. Raises UnsafePickle."""
+    stream, puts, integers = io.BytesIO(data), 0, 0
+    while (code := stream.read(1)) != pickle.STOP:
+        at, opcode = stream.tell() - 1, _OPCODES.get(code)
+        if opcode is None or (at == 0 and opcode.name not in _PLAIN):
+            raise UnsafePickle("it is not a pickle" if code else "it is truncated")
+        name = opcode.name
+        if name not in _PLAIN:
+            raise UnsafePickle(f"pickle opcode {name} at byte {at}; a recording is made of plain containers only")
+        try:
+            argument = opcode.arg.reader(stream) if opcode.arg else 0
+        except ValueError:
+            raise UnsafePickle("it is truncated") from None
+        if name == "LONG1" and (size := argument.bit_length() // 8 + 1) > 9:
+            # any number of longer ones can share a hash, and as keys they would take forever
+            raise UnsafePickle(f"it has a number of {size} bytes at byte {at}; a recording's have 64 bits")
+        puts += name in _PUTS
+        if name in _PUTS and argument > puts:
+            raise UnsafePickle(f"its memo jumps ahead at byte {at}, which no writer of recordings does")
+        if integers < _TUPLES.get(name, 0):
+            raise UnsafePickle(f"it has a tuple of something other than integers at byte {at}")
+        integers = integers + 1 if name in _INTEGERS and argument.bit_length() < 64 else 0
