@@ -66,7 +66,9 @@ def measured(grid: list[str]) -> dict[str, float]:
             own.extend(row(item, folder.name) for item in planned)
         read, (rows, unreadable) = clocked(lambda: journal.read(folder))
         skip, left = clocked(
-            lambda: resume.pending_trials(planned, resume.finished_rows(rows, planned, False)[0], False)
+            lambda: resume.pending_trials(
+                planned, resume.rows_for_system(rows, row_builder.systems_here(planned), False)[0], False
+            )
         )
         write, _ = clocked(lambda: resume.write_plan(folder, planned, settings, "a run", set(), words))
         assert (len(rows), unreadable, left) == (len(planned), 0, [])

@@ -14,16 +14,7 @@ from vramsweep.harness.questions.fit_prediction import find_need
 from vramsweep.harness.questions.largest_prediction import MOST_BATCH
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search import advice_search, axis_search
-from vramsweep.harness.search.advice_search import (
-    ROUNDING,
-    Advice,
-    MemorySaving,
-    Option,
-    applicable,
-    apply_changes,
-    too_old,
-)
-from vramsweep.harness.search.axis_search import drive
+from vramsweep.harness.search.advice_search import ROUNDING, Advice, MemorySaving, Option
 from vramsweep.harness.spec.fit_text import communication_bytes
 from vramsweep.harness.spec.shardings import WHOLE
 from vramsweep.harness.sweep import plan, run_trials
@@ -79,7 +70,7 @@ class AdviceRequest:
     def planned(self, remedies: Sequence[MemorySaving], value: int | None = None) -> Planned:
         """Plan the trial with these changes; the plan has no trial if they contradict each other."""
         more = {} if value is None or self.axis is None else {self.axis: value}
-        [[found]] = plan.expand_trials([apply_changes(self.base.resolved | more, remedies)], 1)
+        [[found]] = plan.expand_trials([advice_search.apply_changes(self.base.resolved | more, remedies)], 1)
         return found
 
     def predict(self, taken: Sequence[tuple[MemorySaving, ...]], values: Sequence[int] | None = None) -> list[Option]:
@@ -112,7 +103,7 @@ class AdviceRequest:
             axis_search.SecantSearch(self.start, self.most, self.limit, {self.start: one.beyond(self.limit)})
             for one in options
         ]
-        drive(searches, needs)
+        axis_search.drive(searches, needs)
         return [ReachedLimit(one, search.found()) for one, search in zip(options, searches, strict=True)]
 
 
@@ -129,8 +120,9 @@ def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice
             [first] = asked.reach([base])
             if first.value is not None:
                 asked.at(min(asked.most, max(asked.start, axis_search.grid_floor(axis_search.MOST * first.value))))
-    remedies = [one for one in applicable(asked.base.resolved) if axis not in one.change and one.level <= level]
-    reasons = {one: too_old(one, asked.trial.device.card.capability) for one in remedies}
+    every = advice_search.applicable(asked.base.resolved)
+    remedies = [one for one in every if axis not in one.change and one.level <= level]
+    reasons = {one: advice_search.too_old(one, asked.trial.device.card.capability) for one in remedies}
     able = [one for one in remedies if reasons[one] is None]
     found = advice_search.search(able, asked.predict, asked.limit, most, axis is not None)
     left_out = [Option((one,), None, None, reason) for one, reason in reasons.items() if reason is not None]

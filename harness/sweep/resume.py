@@ -43,7 +43,7 @@ def remaining_trials(
     rows: Sequence[Row], planned: Sequence[Planned], settings: Settings
 ) -> tuple[list[Planned], dict[str, Row], list[str]]:
     """Return the trials to do, as they can run here; the rows that count, by id; and notes about rows that do not."""
-    mine, others = finished_rows(rows, planned, settings.any_system)
+    mine, others = rows_for_system(rows, row_builder.systems_here(planned), settings.any_system)
     outdated = row_builder.find_outdated(planned, others | mine)
     notes = [f"{n} trial{'s were' if n > 1 else ' was'} {why}" for why, n in Counter(outdated.values()).items()]
     # a trial that was refused before it started has a row of no system
@@ -52,12 +52,6 @@ def remaining_trials(
     todo = reject_too_many_ranks(pending_trials(planned, mine, settings.retry_failed, outdated))
     # again, because trials that still cannot run here have their answer
     return pending_trials(todo, mine, settings.retry_failed, outdated), mine, notes
-
-
-def finished_rows(rows: Sequence[Row], planned: Sequence[Planned], any_system: bool) -> Counted:
-    """Return the rows that count for planned trials, by id, and those of other systems, which count only with
-    `any_system`."""
-    return rows_for_system(rows, row_builder.systems_here(planned), any_system)
 
 
 def rows_for_system(rows: Sequence[Row], wanted: Mapping[str, System], any_system: bool) -> Counted:

@@ -4,6 +4,7 @@ What is known before includes the system that the trial would be measured on now
 `system_of` in rows/schema.py decides which of these make two rows comparable.
 """
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -123,7 +124,8 @@ def axis_columns(planned: Planned) -> Row:
         "versions": ", ".join(f"{k} {v}" for k, v in sorted((flat.get("versions") or {}).items())) or None,
         "allocator_conf": (nested["allocator"] or {}).get("conf"),
         "parameters": (nested["model"] or {}).get("parameters"),
-        "trial": _plain(flat),
+        # what JSON cannot hold, such as a number that is not finite, becomes a text
+        "trial": json.loads(json.dumps(flat, default=str), parse_constant=lambda text: str(float(text))),
     }
     if planned.trial is not None and planned.trial.runner.command is not None:
         values |= dict.fromkeys(command_template.unseen_settings(planned.trial) & BY_NAME.keys())
@@ -135,17 +137,6 @@ def _fits(name: str, value: Any) -> bool:
     if isinstance(value, float) and not math.isfinite(value):
         return False
     return value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool)))
-
-
-def _plain(value: Any) -> Any:
-    """Return the value as a row can keep it; what JSON cannot hold, such as a non-finite number, becomes text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def systems_here(planned: Sequence[Planned]) -> dict[str, tuple[str | None, ...]]:

@@ -23,7 +23,7 @@ from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.journal import Journal, files, read, terminal
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import runner_table
-from vramsweep.harness.sweep import oom_dominance, plan, resume, shards
+from vramsweep.harness.sweep import oom_dominance, plan, resume, row_builder, shards
 from vramsweep.harness.sweep.budget import Budget
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.progress import choose_progress
@@ -68,9 +68,10 @@ def run(
         if unreadable:
             print(f"{folder}: {unreadable} unreadable line(s) of its journals skipped", file=sys.stderr)
         todo, mine, notes = resume.remaining_trials(rows, share, settings)
+        counted, _ = resume.rows_for_system(rows, row_builder.systems_here(whole), settings.any_system)
         dominators = None
         if settings.skip_dominated:
-            dominators = oom_dominance.OomDominance(resume.finished_rows(rows, whole, settings.any_system)[0].values())
+            dominators = oom_dominance.OomDominance(counted.values())
             skipped = {trial_id for trial_id, row in mine.items() if row["outcome"] == Outcome.SKIPPED}
             # a trial that would be skipped again, for that or another reason, stays skipped
             again = [p for p in todo if p.trial_id not in skipped or dominators.reason(p) is None]
@@ -89,7 +90,7 @@ def run(
         tried = Counter[str]()
         for row in rows:
             tried[row["trial_id"]] = max(tried[row["trial_id"]], row.get("attempt") or 0)
-        budget.learn(resume.finished_rows(rows, whole, settings.any_system)[0].values())
+        budget.learn(counted.values())
         interrupts.answer = progress.note
         with contextlib.closing(progress):
             return mine | run_all(

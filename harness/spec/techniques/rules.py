@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vramsweep.harness.spec.techniques.schema import Rule, numbers, version
+from packaging.version import Version
+
+from vramsweep.harness.spec.techniques.schema import Rule, version
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
@@ -75,7 +77,7 @@ def _to_the_left(trial: Trial) -> Iterator[str]:
 
 def _uncached(trial: Trial) -> Iterator[str]:
     """Refuse a cache: only without one transformers looks for documents (masking_utils._preprocess_mask_arguments)."""
-    cached = trial.runner.name == "trainer" and (numbers(version("transformers") or "5")) < (5,)
+    cached = trial.runner.name == "trainer" and Version(version("transformers") or "5").major < 5
     if trial.use_cache == "on" or (trial.use_cache == "default" and cached):
         yield "packing=documents needs use_cache=off, because with a cache transformers does not separate documents"
 

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from vramsweep.harness.spec import shardings
 from vramsweep.harness.spec.shardings import tuples
 
@@ -42,7 +44,7 @@ class Package:
     def missing(self) -> str | None:
         """Return what is wrong with the installed version; None if it will do."""
         found = version(self.name)
-        if found is not None and numbers(found) >= numbers(self.least):
+        if found is not None and Version(found).release >= Version(self.least).release:
             return None
         have = "which is not installed" if found is None else f"at least {self.least}, and {found} is installed"
         return f"{self.name}, {have}: pip install '{self.name}>={self.least}'"
@@ -145,9 +147,3 @@ def version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Return a version's numbers, for comparisons."""
-    parts = text.split("+")[0].split(".")
-    return tuple(int(part) for part in parts if part.isdigit())

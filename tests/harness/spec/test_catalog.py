@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, Cli, cases, refusal, tiny
 from omegaconf import OmegaConf
+from packaging.version import Version
 
 from vramsweep.analysis.data import groups
 from vramsweep.harness.config import compose  # noqa: F401
@@ -15,7 +16,6 @@ from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.spec.shardings import SHARDINGS
 from vramsweep.harness.spec.techniques import catalog
-from vramsweep.harness.spec.techniques import schema as entry_module
 from vramsweep.harness.spec.techniques.catalog import AXES, TECHNIQUES, Package, Technique
 from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.runners.rank.entry_modules import import_entry
@@ -67,7 +67,7 @@ def test_one_extra_brings_what_all_techniques_need_and_no_kernel_has_to_be_built
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["techniques"]
     least: dict[str, str] = {}
     for package in (package for entry in TECHNIQUES for package in entry.packages):
-        least[package.name] = max(package.least, least.get(package.name, "0"), key=entry_module.numbers)
+        least[package.name] = max(package.least, least.get(package.name, "0"), key=Version)
     built = {"flash-attn", "gptqmodel", "optimum", "triton"}  # triton comes with torch's CUDA builds, and with Liger
     assert sorted(extra) == sorted(f"{name}>={version}" for name, version in least.items() if name not in built)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from vramsweep.harness.questions import advice
 from vramsweep.harness.search import axis_search
-from vramsweep.harness.search.advice_search import REMEDIES, Advice, Option, search
+from vramsweep.harness.search.advice_search import REMEDIES, Advice, Option, apply_changes, search
 from vramsweep.harness.spec import trial_parser
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.verbs import advise
@@ -42,7 +42,7 @@ class Stub:
         self.trial = self.base.trial
 
     def planned(self, remedies: Any) -> plan.Planned:
-        [[item]] = plan.expand_trials([advice.apply_changes(self.base.resolved, remedies)], 1)
+        [[item]] = plan.expand_trials([apply_changes(self.base.resolved, remedies)], 1)
         return item
 
 
