@@ -5,6 +5,7 @@ The grammar and the ranges are those of upstream's `ConfigTokenizer`, `Accelerat
 "128.7"; here such a number must be whole. An unknown option is always an error.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -316,17 +317,9 @@ def read_back(asked: AllocatorConfig, backend: str, settings: Mapping[str, Any])
 
 def _entries(text: str) -> list[str]:
     """Split at the commas outside brackets."""
-    entries, depth, start = [], 0, 0
-    for i, char in enumerate(text):
-        depth += (char == "[") - (char == "]")
-        if depth not in (0, 1):
-            break
-        if char == "," and depth == 0:
-            entries.append(text[start:i])
-            start = i + 1
-    if depth != 0:
+    if not re.fullmatch(r"(?:[^\[\]]|\[[^\[\]]*\])*", text):
         raise AllocatorConfigError("the brackets [ ] do not match: a list is written name:[key:value,key:value]")
-    return [entry for entry in [*entries, text[start:]] if entry]
+    return re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text)
 
 
 def _read(option: Option, text: str) -> Any:

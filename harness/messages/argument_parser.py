@@ -8,7 +8,6 @@ Hydra reads the settings, GROUP=OPTION and KEY=VALUE (overrides.py, settings_ref
 
 import argparse
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,15 +33,12 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A verb's parser. `description` is what there is to say beyond the verb's one line, `epilog` what follows options.
 
-    Raises UserError for a mistake; argparse would print the usage and end the process.
+    `parse_known_args` returns a verb's own options, and the other words: settings, and flags of Hydra. Raises UserError
+    for a mistake; argparse would print the usage and end the process.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": Formatter, "allow_abbrev": False, **options})
-
-    def parse_settings(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the verb's own options, and the other words: settings, and flags of Hydra. Raises UserError."""
-        return self.parse_known_args(argv)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""

@@ -31,7 +31,7 @@ BYTES_A_PARAMETER = 16  # fp32 weights, gradients and Adam's two moments: Rajbha
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep advise`; return the exit status. Raises UserError for a mistake that the user can fix."""
-    options, given = read_parser("advise").parse_settings(argv)
+    options, given = read_parser("advise").parse_known_args(argv)
     if options.most < 0:
         raise UserError(f"--most is {options.most}; it must be 0 or more")
     other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)

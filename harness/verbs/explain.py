@@ -36,7 +36,7 @@ _USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep explain`; return the exit status. Raises UserError for a mistake that the user can fix."""
-    arguments, words = read_parser("explain").parse_settings(argv)
+    arguments, words = read_parser("explain").parse_known_args(argv)
     if not words:
         raise UserError(f"explain needs settings or a sweep's folder: {_USAGE}")
     if trace_query.name_a_trial(words):

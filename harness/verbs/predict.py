@@ -25,7 +25,7 @@ from vramsweep.harness.verbs.cli import read_parser
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep predict`; return the exit status of its sweep. Raises UserError for a mistake."""
-    options, rest = read_parser("predict").parse_settings(argv)
+    options, rest = read_parser("predict").parse_known_args(argv)
     most = options.max_reserved
     if options.largest is not None:
         if most is not None:

@@ -31,7 +31,7 @@ _FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep run`; return the exit status of its sweep. Raises UserError for a mistake."""
     before, dashes, command = _apart(argv)
-    options, rest = read_parser("run").parse_settings(before)
+    options, rest = read_parser("run").parse_known_args(before)
     if not command:
         what = "no command follows --" if dashes else "the command must follow --"
         raise UserError(f"{what}, as in: vramsweep run seq_len=512,1024 -- python train.py --max_len {{seq_len}}")

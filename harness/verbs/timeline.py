@@ -22,7 +22,7 @@ _USAGE = (
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep timeline`; return the exit status. Raises UserError for a mistake that the user can fix."""
-    arguments, words = read_parser("timeline").parse_settings(argv)
+    arguments, words = read_parser("timeline").parse_known_args(argv)
     if not words:
         raise UserError(f"timeline needs settings or a sweep's folder: {_USAGE}")
     if arguments.snapshot is not None:

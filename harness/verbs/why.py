@@ -48,7 +48,7 @@ Found = tuple[dict[str, Any], list[str]]  # what is known as data (sizes in byte
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep why`; return the exit status, 1 if there is no out-of-memory error. Raises UserError."""
-    options, rest = read_parser("why").parse_settings(argv)
+    options, rest = read_parser("why").parse_known_args(argv)
     words = [*options.words, *rest]
     files = [word for word in words if "=" not in word or Path(word).exists()]
     settings = [word for word in words if word not in files]
