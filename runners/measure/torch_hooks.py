@@ -14,7 +14,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._guards import TracingContext
@@ -56,64 +56,15 @@ class Passes:
         return run
 
 
-class Listener(Protocol):
-    """The receiver of all reports; `done` says that it needs no more."""
-
-    done: bool
-
-    def broke(self, error: Exception) -> None:
-        """Handle an error that one of the methods below raised."""
-
-    def unevaluated(self) -> bool:
-        """Check whether a call without gradients would be news."""
-
-    def forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Note a module's call with gradients on. If that is a forward pass of the training, disarm the hooks."""
-
-    def forward_failed(self) -> None:
-        """Note that an exception came out of a followed call."""
-
-    def evaluates(self, module: torch.nn.Module) -> None:
-        """Note a module's call with gradients off."""
-
-    def backward_begins(self) -> None:
-        """Note that an outermost pass of autograd begins."""
-
-    def backward_ended(self, over: bool) -> None:
-        """Note that an outermost pass of autograd has ended, by an exception if not `over`."""
-
-    def optimizer_begins(self, optimizer: Any, *args: Any) -> None:
-        """Note that an optimizer's `step` is called."""
-
-    def optimizer_stepped(self, optimizer: Any, *args: Any) -> None:
-        """Note that an optimizer's `step` has returned."""
-
-    def scaler_stepped(self, scaler: Any, *args: Any, **kwargs: Any) -> None:
-        """Note that GradScaler's `step` has returned."""
-
-    def replays(self, *args: Any, **kwargs: Any) -> None:
-        """Note that a CUDA graph is replayed."""
-
-    def saves(self, *args: Any, **kwargs: Any) -> None:
-        """Note that torch.save is called."""
-
-    def loads(self, *args: Any, **kwargs: Any) -> None:
-        """Note that torch.load is called."""
-
-    def loads_state(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        """Note that an optimizer gets a state."""
-
-    def changes_mode(self, module: torch.nn.Module, mode: bool = True) -> None:
-        """Note that a module's train(mode) is called, which eval() calls too."""
-
-    def takes_state(self, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Note that a module's state_dict() is called."""
-
-
 class TorchHooks:
-    """All hooks, from `install` to `uninstall`; `undo` has the functions that remove them, in reverse order."""
+    """All hooks, from `install` to `uninstall`; `undo` has the functions that remove them, in reverse order.
 
-    def __init__(self, listener: Listener) -> None:
+    `listener` is runners/scripts/observer.py's Observer, which this room must not import: a method for each event,
+    `unevaluated` for whether a call without gradients would be news, `broke` for an error that one of them raised, and
+    `done`, which says that it needs no more.
+    """
+
+    def __init__(self, listener: Any) -> None:
         self.undo: list[Callable[[], None]] = []
         self._followed: list[tuple[Any, Any, Callable[[], None]]] = []  # classes, their followed call, what restores it
         self._listener = listener
