@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from vramsweep.harness.allocator.config import AllocatorConfig
-from vramsweep.harness.allocator.simulator import Simulator
 from vramsweep.runners.predict import memory_timeline
 from vramsweep.runners.predict.memory_timeline import LARGEST, STEP, Alike, Held, describe_storage, group_alike, holders
 from vramsweep.runners.predict.predicted_row import upper_bounds
-from vramsweep.runners.predict.replay_trace import Refused, replay
-from vramsweep.runners.trace.trace_data import CATEGORIES, Trace
+from vramsweep.runners.predict.replay_trace import Refused
+from vramsweep.runners.trace.trace_data import Trace
 
-ROUNDING = "rounding"
 Parts = dict[str, int]  # bytes by category, and ROUNDING
 
 
@@ -75,15 +75,17 @@ def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Exp
 
     Raises UserError for settings that cannot be simulated.
     """
-    watch = _Watch(trace)
-    whole = replay(trace, config, limit, look=watch.look)
-    if (refused := whole.refused) is not None:
-        watch = _Watch(trace)
-        whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None, look=watch.look)
-    if not whole.phases or not watch.moments:
+    limited, whole, states, _ = memory_timeline.replay_whole(trace, config, limit)
+    held, refused = memory_timeline.count_held(trace, states), limited.refused
+    moments, begin = list[Moment](), 0
+    for mark, most in whole.phases:
+        if mark.end > begin:  # the events that a phase begins after count as its own moment
+            at = begin + int(np.argmax([allocated for allocated, _, _ in states[begin : mark.end + 1]]))
+            parts = {name: int(sizes[at]) for name, sizes in held.items()}
+            moments.append(Moment(mark.step, mark.phase, states[at][0], most["reserved"], parts, at - 1))
+        begin = mark.end
+    if not moments:
         return None
-    reserved = {number: most["reserved"] for number, (_, most) in enumerate(whole.phases)}
-    moments = [replace(watch.moments[n], reserved=most) for n, most in reserved.items() if n in watch.moments]
     if not any(one.phase == "backward" for one in moments):  # not seen: then a step is one phase
         moments = [one if one.step is None else replace(one, phase=STEP) for one in moments]
     last = max((one.step for one in moments if one.step is not None), default=None)
@@ -95,47 +97,13 @@ def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Exp
         peak=peak,
         peak_reserved=whole.peak["reserved"],
         peak_reserved_most=upper_bounds(trace, config, limit).get("peak_reserved_most_bytes"),
-        most=watch.most,
+        most={name: int(sizes.max()) for name, sizes in held.items()},
         largest=tuple(kinds[:LARGEST]),
         rest=sum(kind.held.bytes * kind.count for kind in rest),
         rest_count=sum(kind.count for kind in rest),
         refused=refused,
         asked=None if refused is None else describe_storage(trace, refused.storage, refused.mark),
     )
-
-
-class _Watch:
-    """Counter of what is held after each event of a replay, and at the highest event of each of the trace's marks."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.held = dict.fromkeys((*CATEGORIES, ROUNDING), 0)
-        self.most = self.held.copy()
-        self.moments: dict[int, Moment] = {}  # by the mark's number
-        self.allocated = 0
-        self._mark = 0
-
-    def look(self, index: int, simulator: Simulator) -> None:
-        """Count event `index`, which the simulator has just replayed."""
-        while index >= self.trace.marks[self._mark].end:
-            self._mark += 1
-        if self._mark not in self.moments:  # what a phase begins with counts as its own
-            self._take(index - 1)
-        event = self.trace.events[index]
-        if event:
-            number, sign = abs(event) - 1, 1 if event > 0 else -1
-            self.held[self.trace.categories[number]] += sign * self.trace.sizes[number]
-        self.allocated = simulator.allocated
-        self.held[ROUNDING] += self.allocated - sum(self.held.values())
-        for name, size in self.held.items():
-            if size > self.most[name]:
-                self.most[name] = size
-        if self.allocated > self.moments[self._mark].allocated:
-            self._take(index)
-
-    def _take(self, event: int) -> None:
-        mark = self.trace.marks[self._mark]
-        self.moments[self._mark] = Moment(mark.step, mark.phase, self.allocated, 0, self.held.copy(), event)
 
 
 def _merged(moments: Sequence[Moment]) -> Iterator[Moment]:

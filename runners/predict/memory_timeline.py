@@ -9,16 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
 from vramsweep.harness.allocator.snapshot import RecordingSimulator
-from vramsweep.runners.predict.replay_trace import replay
+from vramsweep.runners.predict.replay_trace import Prediction, replay
+from vramsweep.runners.trace.allocation_program import IntArray
 from vramsweep.runners.trace.trace_data import CATEGORIES, Maker, Mark, Trace
 
 POINTS = 2000  # a figure cannot show more apart
 LARGEST = 10
 _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 STEP = "step"  # the one phase of a step whose backward pass was not seen
+ROUNDING = "rounding"
 
 
 @dataclass(frozen=True)
@@ -113,21 +117,9 @@ def timeline(trace: Trace, config: AllocatorConfig, limit: int | None) -> Timeli
 
     None if nothing was traced. Raises UserError for settings that cannot be simulated.
     """
-    reached = 0
-    states: list[State] = [(0, 0, 0)]  # after each event
-
-    def look(index: int, simulator: Simulator) -> None:
-        nonlocal reached
-        reached = index + 1
-        states.append((simulator.allocated, simulator.active, simulator.reserved))
-
-    limited = replay(trace, config, limit, look=look)
+    limited, _, states, failed = replay_whole(trace, config, limit)
     if not limited.phases:
         return None
-    failed = reached if limited.refused is not None else None  # the index of the event
-    if failed is not None:
-        del states[1:]
-        replay(trace, replace(config, per_process_memory_fraction=1.0), None, look=look)
     step = limited.phases[-1][0].step
     own = [(begin, mark) for begin, mark in _spans(trace.marks) if mark.step == step]
     first, last = own[0][0], own[-1][1].end
@@ -136,9 +128,9 @@ def timeline(trace: Trace, config: AllocatorConfig, limit: int | None) -> Timeli
     phases = phases if told else [Phase(STEP, 0, last - first)]
     moments = _moments(states[first : last + 1])
     shown = [states[first + moment] for moment in moments]
-    parts = list(_parts(trace, [(first + moment, states[first + moment][0]) for moment in moments]))
+    held = count_held(trace, states)
     peak = max(range(len(shown)), key=lambda i: shown[i][0])
-    failure = None
+    at, failure = moments[peak], None
     if failed is not None and limited.refused is not None:
         failure = Failure(failed + 1 - first, _phase(phases, failed + 1 - first), limited.refused.request)
     return Timeline(
@@ -148,9 +140,9 @@ def timeline(trace: Trace, config: AllocatorConfig, limit: int | None) -> Timeli
         allocated=tuple(allocated for allocated, _, _ in shown),
         active=tuple(active for _, active, _ in shown),
         reserved=tuple(reserved for _, _, reserved in shown),
-        parts={name: tuple(part[name] for part in parts) for name in (*CATEGORIES, "rounding")},
+        parts={name: tuple(sizes[[first + moment for moment in moments]].tolist()) for name, sizes in held.items()},
         phases=tuple(phases),
-        peak=_peak(trace, first + moments[peak], moments[peak], phases, shown[peak][0], parts[peak]["rounding"]),
+        peak=_peak(trace, first + at, at, phases, shown[peak][0], int(held[ROUNDING][first + at])),
         peak_reserved=max(reserved for _, _, reserved in states[first : last + 1]),
         limit=limit,
         failure=failure,
@@ -194,16 +186,35 @@ def _moments(states: Sequence[State]) -> list[int]:
     return sorted(kept)
 
 
-def _parts(trace: Trace, moments: Sequence[tuple[int, int]]) -> Iterator[dict[str, int]]:
-    """Yield bytes by category after each of these numbers of events; "rounding" fills up to the bytes allocated."""
-    held = dict.fromkeys(CATEGORIES, 0)
-    done = 0
-    for moment, allocated in moments:
-        for event in filter(None, trace.events[done:moment]):
-            number, sign = abs(event) - 1, 1 if event > 0 else -1
-            held[trace.categories[number]] += sign * trace.sizes[number]
-        done = moment
-        yield held | {"rounding": allocated - sum(held.values())}
+def replay_whole(
+    trace: Trace, config: AllocatorConfig, limit: int | None
+) -> tuple[Prediction, Prediction, list[State], int | None]:
+    """Replay the trace within the limit and, if a request does not fit, without it.
+
+    Return both predictions (one, if all fits), the states before and after each event of the latter, and the index of
+    the event that does not fit, or None.
+    """
+    states: list[State] = [(0, 0, 0)]
+
+    def look(index: int, simulator: Simulator) -> None:
+        states.append((simulator.allocated, simulator.active, simulator.reserved))
+
+    limited = replay(trace, config, limit, look=look)
+    if limited.refused is None:
+        return limited, limited, states, None
+    failed = len(states) - 1
+    del states[1:]
+    return limited, replay(trace, replace(config, per_process_memory_fraction=1.0), None, look=look), states, failed
+
+
+def count_held(trace: Trace, states: Sequence[State]) -> dict[str, IntArray]:
+    """Return by category the bytes held in each of these states; `ROUNDING` fills up to the bytes allocated."""
+    events = np.array(trace.events[: len(states) - 1], dtype=np.int64)
+    numbers = np.abs(events) - 1  # of event 0, which frees no storage: -1
+    changes = np.sign(events) * np.array([*trace.sizes, 0], dtype=np.int64)[numbers]
+    kinds = np.array([*trace.categories, ""])[numbers]
+    held = {name: np.append(0, np.cumsum(np.where(kinds == name, changes, 0))) for name in CATEGORIES}
+    return held | {ROUNDING: np.array([allocated for allocated, _, _ in states]) - sum(held.values())}
 
 
 def _peak(trace: Trace, until: int, event: int, phases: Sequence[Phase], allocated: int, rounding: int) -> Peak:

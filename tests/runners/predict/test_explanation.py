@@ -18,8 +18,8 @@ from vramsweep.harness.hardware.gpu_lookup import memory_limit
 from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.model import build
 from vramsweep.runners.predict import memory_timeline, predicted_row
-from vramsweep.runners.predict.explanation import ROUNDING, Explanation, explanation
-from vramsweep.runners.predict.memory_timeline import Timeline
+from vramsweep.runners.predict.explanation import Explanation, explanation
+from vramsweep.runners.predict.memory_timeline import ROUNDING, Timeline
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.trace.trace_data import CATEGORIES, Trace
 from vramsweep.runners.worker import query_server
