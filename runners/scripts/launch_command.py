@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import subprocess
-import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,22 +125,10 @@ def _end(process: subprocess.Popen[bytes], over: Collection[int]) -> None:
     for one in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill() if one.pid in over else one.terminate()
-    until = time.monotonic() + GRACE_S
-    while left and time.monotonic() < until:
-        process.poll()
-        left = [one for one in left if _alive(one)]
-        time.sleep(0.02)
-    for one in left:
+    for one in psutil.wait_procs(left, GRACE_S)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     process.wait()
-
-
-def _alive(one: psutil.Process) -> bool:
-    """Return whether the process runs; a zombie does not, as it only waits for the process that adopted it."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(one.is_running() and one.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def environment(folder: Path) -> dict[str, str]:
