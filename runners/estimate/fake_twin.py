@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from vramsweep.runners.measure.patches import patched
@@ -83,19 +84,9 @@ def _finish(tensor: torch.Tensor, twin: torch.Tensor, memo: Memo) -> None:
 def empty_like(tensor: torch.Tensor, dtype: torch.dtype | None, device: str) -> torch.Tensor:
     """Return a new tensor of this shape, with the strides that a copy of it to a GPU has; `dtype` None: its own."""
     dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    if tensor.layout is torch.strided and _is_dense(tensor):
+    if tensor.layout is torch.strided and is_non_overlapping_and_dense_or_false(tensor):
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
     return torch.empty(tensor.size(), dtype=dtype, device=device)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether every element has a place of its own and there are no gaps, as in channels_last."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def copy_object(one: Any, memo: Memo) -> Any:
