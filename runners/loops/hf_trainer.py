@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler, Subset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from vramsweep.harness.spec import length_distribution
@@ -27,19 +27,6 @@ from vramsweep.runners.measure.step_meter import Meter, StepMeter
 from vramsweep.runners.model import apply_techniques, build
 from vramsweep.runners.rank import process_group
 from vramsweep.runners.shardings import interface
-
-
-class _Samples(Dataset[dict[str, torch.Tensor]]):
-    """The pool of samples, repeated often enough for all steps."""
-
-    def __init__(self, data: build.Data, length: int) -> None:
-        self._samples, self._length = data.samples, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._samples[index % len(self._samples)]
 
 
 class _Boundaries(TrainerCallback):
@@ -166,14 +153,20 @@ def _trainer(
     trainer = _Trainer(
         model=net,
         args=arguments,
-        train_dataset=_Samples(data, arguments.max_steps * trial.samples_per_step()),
-        eval_dataset=_Samples(data, arguments.per_device_eval_batch_size) if trial.protocol.job else None,
+        train_dataset=_repeat(data, arguments.max_steps * trial.samples_per_step()),
+        eval_dataset=_repeat(data, arguments.per_device_eval_batch_size) if trial.protocol.job else None,
         callbacks=callbacks,
         data_collator=data.collate if of_lengths else None,
         optimizer_cls_and_kwargs=None if _named(trial) else _optimizer(trial, arguments, device),
     )
     trainer.ordered = of_lengths
     return trainer
+
+
+def _repeat(data: build.Data, length: int) -> Subset[dict[str, torch.Tensor]]:
+    """Return the pool of samples, repeated often enough for all steps."""
+    pool: Any = data.samples
+    return Subset(pool, [number % len(pool) for number in range(length)])
 
 
 def _resume(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
