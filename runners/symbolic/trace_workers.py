@@ -50,7 +50,6 @@ class Tracer:
     families: int = 0  # of which `known` are traced; `alone` of them have one point and are traced first
     known: int = 0
     alone: int = 0
-    here: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # traced in this process
 
     def trace(self, trials: Iterable[Trial]) -> None:
         """Trace the trials not traced yet, as many at once as cores and memory allow. Do nothing if it never forks."""
@@ -120,11 +119,8 @@ class Tracer:
             result_file.error(place, process_end.error_result(error))
 
     def _trace_here(self, trial: Trial) -> tuple[Any, dict[str, Any]]:
-        """Trace in this process, at most once a trial; raise what tracing raises."""
-        key = _key(trial)
-        if key not in self.here:
-            self.here[key] = trace_cache.load_or_trace(trial, trial.device.card, self.folder, self._traces())
-        return self.here[key]
+        """Trace in this process, unless the trace is kept already; raise what tracing raises."""
+        return trace_cache.load_or_trace(trial, trial.device.card, self.folder, self._traces())
 
     def _untraced(self, trials: Iterable[Trial]) -> Iterator[Job]:
         """Yield the jobs that trace those trials which have not been traced or tried before."""
