@@ -5,6 +5,7 @@ In: a trace, settings of the allocator, a limit. Out: the data of a figure, from
 
 import itertools
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
 from vramsweep.harness.allocator.snapshot import RecordingSimulator
 from vramsweep.runners.predict.replay_trace import Prediction, replay
-from vramsweep.runners.trace.allocation_program import IntArray
+from vramsweep.runners.trace.allocation_program import IntArray, build_program
 from vramsweep.runners.trace.trace_data import CATEGORIES, Maker, Mark, Trace
 
 POINTS = 2000  # a figure cannot show more apart
@@ -233,16 +234,11 @@ def _peak(trace: Trace, until: int, event: int, phases: Sequence[Phase], allocat
 
 def holders(trace: Trace, until: int) -> list[Held]:
     """Return the storages that are alive after the first `until` events, the largest first."""
-    alive: dict[int, Mark] = {}
-    for begin, mark in _spans(trace.marks):
-        for one in trace.events[begin : min(mark.end, until)]:
-            if one > 0:
-                alive[one - 1] = mark
-            elif one < 0:
-                del alive[-one - 1]
-
-    largest = sorted(alive, key=lambda number: (-trace.sizes[number], number))
-    return [describe_storage(trace, number, alive[number]) for number in largest]
+    order, ends = build_program(trace), [mark.end for mark in trace.marks]
+    alive = np.flatnonzero((order.born < until) & (order.gone >= until)).tolist()
+    largest = sorted(alive, key=lambda number: -trace.sizes[number])
+    marks = (trace.marks[bisect_right(ends, order.born[number])] for number in largest)
+    return [describe_storage(trace, number, mark) for number, mark in zip(largest, marks, strict=True)]
 
 
 def describe_storage(trace: Trace, number: int, mark: Mark) -> Held:
