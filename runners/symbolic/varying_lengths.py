@@ -188,12 +188,14 @@ class TraceFamily:
 
         Raises InvalidTrial if there is no such trace.
         """
-        widest = max(passes, key=lambda one: (one.width, one.padded))
-        where = Point(widest.width, widest.samples)
-        found = self.curves[widest.padded].at(representative_trial(trial, widest.padded, where))
+        return self._trace(trial, max(passes, key=lambda one: (one.width, one.padded)))[:2]
+
+    def _trace(self, trial: Trial, batch: length_distribution.Batch) -> tuple[Trace, dict[str, Any], str]:
+        where = Point(batch.width, batch.samples)
+        found = self.curves[batch.padded].at(representative_trial(trial, batch.padded, where))
         if found is None:
             raise InvalidTrial(OTHERWISE.format(f"it has no trace of {where.micro_batch} x {where.seq_len} tokens"))
-        return found[0], found[1]
+        return found
 
     def forms(self, trace: Trace, batch: length_distribution.Batch) -> Forms:
         """Return the templates of a batch's trace, split once for all traces with the same list of events."""
@@ -216,10 +218,8 @@ class TraceFamily:
         if known is not None:
             return known.template, known.sizes_at(where), known.basis
         if (padded, where) not in self._traced:
-            found = self.curves[padded].at(representative_trial(trial, padded, where))
-            if found is None:
-                raise InvalidTrial(OTHERWISE.format(f"it has no trace of {where.micro_batch} x {where.seq_len} tokens"))
-            self._traced[padded, where] = found[0], found[2]
+            trace, _, basis = self._trace(trial, batch)
+            self._traced[padded, where] = trace, basis
         trace, basis = self._traced[padded, where]
         return trace, trace.sizes, basis
 
