@@ -131,7 +131,7 @@ def along(comparison: Comparison, axis: str | None = None) -> Along:
             levels += filter(None, [find_turn(metric, settings, x, np.log(b / a), np.abs(b - a) > beyond)])
             places += find_places(metric, settings, x, b - a, a, "bytes")
         speeds = [(position(p, axis), np.log(p.speed.b / p.speed.a), p.speed.error or np.nan)
-                  for p in pairs if p.speed.a and p.speed.b]  # fmt: skip
+                  for p in pairs if p.speed.a and p.speed.b and not p.speed.host_bound]  # fmt: skip
         found = np.array(speeds, dtype=float).reshape(-1, 3)
         trends += [t for t in [_trend(SPEED, "log_ratio", settings, found[:, 0], found[:, 1], MARGIN)] if t]
         x, logs, errors = found.T

@@ -24,6 +24,7 @@ from vramsweep.harness.messages.errors import UserError
 TOLERANCE = 0.005  # of memory, relative: less than what two runs of one setting on two machines differ by
 BLOCK = 2 * MIB  # the allocator reserves in steps of it (kSmallBuffer, kRoundLarge in c10/cuda/CUDACachingAllocator)
 MARGIN = 0.01  # of speed, relative
+BY_HOST = "the host limits the speed, so this compares hosts, not settings or GPUs"
 ALMOST = 0.95  # least share of the pairs that has the verdict over all of them
 DRAWS = 4999
 SEED = 20_240_917
@@ -49,7 +50,7 @@ class Memory:
 class Speed:
     """A verdict on speed: SAME, FASTER, SLOWER or AMBIGUOUS. `change` is B/A − 1 of tokens/s with its 95 % interval,
     null if unknown. `a` and `b` are geometric means of tokens/s, `error` is the standard error of ln(B/A) from
-    repeats."""
+    repeats. A pair of which a side is `host_bound` is AMBIGUOUS, and no verdict over all pairs counts it."""
 
     verdict: str
     reason: str
@@ -59,6 +60,7 @@ class Speed:
     a: float | None = None
     b: float | None = None
     error: float | None = None
+    host_bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ class _Side:
     logs: Array  # of tokens/s
     oom: bool
     resident: bool
+    host_bound: bool
     ids: tuple[str, ...]
 
 
@@ -187,7 +190,9 @@ def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B"), tolerance: 
     pairs, shifts = [], np.zeros(DRAWS)  # the sum over pairs
     for cell in (cell for cell in cells if cell.paired):
         speed, shift = _speed(cell.a, cell.b, pool, freedom, random)
-        if shift is not None:
+        if cell.a.host_bound or cell.b.host_bound:
+            speed = replace(speed, verdict="AMBIGUOUS", reason=f"{speed.reason}; {BY_HOST}", host_bound=True)
+        elif shift is not None:
             shifts += shift
         known = _memory_metrics(cell.a, cell.b)
         memory = tuple(_memory(metric, cell.a, cell.b, differs, tolerance) for metric in known)
@@ -252,7 +257,7 @@ def _apart(filled: pd.DataFrame) -> list[str]:
 
 
 def _needed(table: Table) -> list[str]:
-    return [*ASKED, *FOUND, *extras(table.frame), *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]
+    return [*ASKED, *FOUND, *extras(table.frame), *_EXACT, "seq_len", "tokens_per_s", "bound_by", "outcome", "trial_id"]
 
 
 def _reader(both: pd.DataFrame) -> Callable[[Any], _Side]:
@@ -261,13 +266,14 @@ def _reader(both: pd.DataFrame) -> Callable[[Any], _Side]:
     memory = {name: both[name].to_numpy(float, na_value=np.nan) for name in _EXACT}
     speeds = both["tokens_per_s"].to_numpy(float, na_value=np.nan)
     resident = both["memory_source"].eq("cpu_tensors_and_rss").fillna(False).to_numpy(bool)
+    limited = both["bound_by"].eq("host").fillna(False).to_numpy(bool)
     ids = both["trial_id"].astype(str).to_numpy(object)
 
     def read(rows: Any) -> _Side:
         done = rows[ok[rows]]
         known = {name: values[done][~np.isnan(values[done])] for name, values in memory.items()}
         logs = np.log(speeds[done][speeds[done] > 0])
-        return _Side(known, logs, bool(oom[rows].any()), bool(resident[rows].any()), tuple(ids[rows]))
+        return _Side(known, logs, *(bool(what[rows].any()) for what in (oom, resident, limited)), tuple(ids[rows]))
 
     return read
 
@@ -454,6 +460,9 @@ def _judge(shift: float, draws: Array, basis: str, **known: float) -> Speed:
 
 def _speed_over_all(speeds: Sequence[Speed], shifts: Array, random: np.random.Generator) -> Speed:
     """Judge the geometric mean over pairs: by run-to-run noise if there were repeats, else by the spread over pairs."""
+    if left_out := [s for s in speeds if s.host_bound]:
+        found = _speed_over_all([s for s in speeds if not s.host_bound], shifts, random)
+        return replace(found, reason=f"{found.reason}; without {len(left_out):,} of {len(speeds):,} pairs: {BY_HOST}")
     centres = _logs([s.change for s in speeds if s.change is not None])
     if not (n := len(centres)):
         return Speed("AMBIGUOUS", "no speed measured on both sides")

@@ -68,7 +68,7 @@ def compared(view: View) -> list[Figure]:
 
 
 def _side(view: View, group: Group, name: str, hidden: bool) -> Side:
-    rows = group.ok(RESERVED, "seq_len", also=[SPEED, "peak_allocated_bytes"]).sort_values("seq_len")
+    rows = group.ok(RESERVED, "seq_len", also=[SPEED, "peak_allocated_bytes", "bound_by"]).sort_values("seq_len")
     values = rows[["seq_len", RESERVED, SPEED]].astype(float).groupby("seq_len")
     return Side(name, view.look(group, hidden), rows, values.median(), values.min(), values.max())
 
@@ -84,10 +84,11 @@ def _ratio(base: Side, side: Side, column: str) -> pd.Series[float]:
 
 
 def _differs(base: Side, side: Side) -> str:
-    """Say how much a side reserves and how fast it is, as ratios to the base: median and ends."""
+    """Say how much a side reserves and, if no host limits it, how fast it is: ratios to the base, median and ends."""
     said = []
     for column, words in ((RESERVED, "reserves {} times as much{}"), (SPEED, "runs at {} times the speed{}")):
-        if len(found := _ratio(base, side, column)):
+        limited = column == SPEED and any(one.rows["bound_by"].eq("host").fillna(False).any() for one in (base, side))
+        if len(found := _ratio(base, side, column)) and not limited:
             ends = f" ({found.min():.3f} to {found.max():.3f})" if found.min() < found.max() else ""
             said.append(words.format(f"{found.median():.3f}", ends))
     return f"{side.name} {' and '.join(said)}, median of {len(_common(base, side)):,} lengths" if said else ""

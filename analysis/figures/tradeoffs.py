@@ -66,12 +66,15 @@ def _edge(plot: Any, lengths: Any, batches: Any, oom: set[tuple[int, int]]) -> N
 
 
 def pareto(view: View) -> list[Figure]:
-    """Draw memory against speed at one length; a line joins the points that no other beats in both."""
+    """Draw memory against speed at one length; a line joins the points that no other beats in both.
+
+    Points whose speed the host limits are hollow, and no part of that line.
+    """
     if not (groups := view.groups):
         return []
     what = "allocated" if groups[0].resident else "reserved"  # a process's resident set says little
     need = ("tokens_per_s", f"peak_{what}_bytes", "seq_len")
-    rows = pd.concat([g.ok(*need).assign(id=g.id, group=g.label) for g in groups])
+    rows = pd.concat([g.ok(*need, also=["bound_by"]).assign(id=g.id, group=g.label) for g in groups])
     if rows["id"].nunique() < 3:
         return []
     counts = rows.groupby("seq_len")["id"].nunique()
@@ -80,12 +83,13 @@ def pareto(view: View) -> list[Figure]:
     points = rows.groupby("id", sort=False).agg(
         group=("group", "first"), memory=(f"peak_{what}_bytes", "max"), speed=("tokens_per_s", "median"),
         trial_id=("trial_id", lambda ids: " ".join(map(str, ids))),
+        hollow=("bound_by", lambda by: bool(by.eq("host").fillna(False).any())),
     ).reset_index()  # fmt: skip
     if len(points) < 3:
         return []
     unit, called = axis_unit(float(points["memory"].max()))
     plot: Any = new_plot(f"peak {what} memory ({called})", "throughput (tokens/s)")
-    front = points.sort_values(["memory", "speed"], ascending=[True, False])
+    front = points[~points["hollow"].astype(bool)].sort_values(["memory", "speed"], ascending=[True, False])
     front = front[front["speed"] > front["speed"].cummax().shift(fill_value=-1.0)]
     plot.add_scatter(
         x=front["memory"] / unit, y=front["speed"], mode="lines", hoverinfo="skip", showlegend=False,
@@ -97,10 +101,11 @@ def pareto(view: View) -> list[Figure]:
     best = set(front["id"])
     for _, point in points.iterrows():
         look, name = view.look(known[str(point["id"])]), told[str(point["id"])]
+        symbol = f"{look.symbol}-open" if point["hollow"] else look.symbol
         plot.add_scatter(
             x=[point["memory"] / unit], y=[point["speed"]], mode="markers", name=escape(name),
             showlegend=point["id"] in best,
-            marker={"color": look.colour, "symbol": look.symbol, "size": 10},
+            marker={"color": look.colour, "symbol": symbol, "size": 10},
             hovertemplate=escape(name) + "<br>%{x:.4~g} " + called + ", %{y:,.4~g} tokens/s<extra></extra>",
             **look.trace,
         )  # fmt: skip
@@ -109,4 +114,6 @@ def pareto(view: View) -> list[Figure]:
     finish(plot, ends, [0.0, float(points["speed"].max())], zero=True)
     plot.update_xaxes(tickformat=",~g")
     caption = f"Configurations at {length:,} tokens. None beats those on the dotted line in both memory and speed."
-    return [Figure("pareto", "Peak memory against throughput", caption, plot, points.drop(columns="id"))]
+    if points["hollow"].any():
+        caption += " The host, not the GPU, limits the speed of hollow ones, so the line leaves them out."
+    return [Figure("pareto", "Peak memory against throughput", caption, plot, points.drop(columns=["id", "hollow"]))]

@@ -198,8 +198,9 @@ def _saves(
     ends = " to ".join(format_difference.in_bytes(before, after, signed=False))
     where = label({axis: int(max(common))} | dict(rest))
     kind = base.removeprefix("peak_").removesuffix("_bytes")
+    limited = any(side["bound_by"].eq("host").fillna(False).any() for side in at)  # then the hosts are compared
     speeds = [float(known.median()) if len(known := side["tokens_per_s"].dropna()) else None for side in at]
-    said = f"; {100 * (speeds[1] / speeds[0] - 1):+.0f} % tokens/s" if speeds[0] and speeds[1] else ""
+    said = f"; {100 * (speeds[1] / speeds[0] - 1):+.0f} % tokens/s" if speeds[0] and speeds[1] and not limited else ""
     predicted = _predicted(found[pair[1]])
     saved, how = 1 - after / before, ", predicted" * predicted
     text = f"{now} instead of {was} saves {100 * saved:.0f} %: {ends} {kind}{how} at {where}{least}{said}."
@@ -219,4 +220,7 @@ def _fastest(lines: Sequence[Line]) -> list[str]:
     """Name the highest measured speed at the largest that fits."""
     known = [line for line in lines if line.tokens_per_s is not None and not line.estimated]
     best = max(known, key=lambda line: line.tokens_per_s or 0, default=None)
-    return [f"Fastest at the largest that fits: {best.tokens_per_s:,.0f} tokens/s ({best.label})."] if best else []
+    if best is None:
+        return []
+    limited = ", bound by the host" * best.host_bound
+    return [f"Fastest at the largest that fits: {best.tokens_per_s:,.0f} tokens/s ({best.label}{limited})."]

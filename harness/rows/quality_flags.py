@@ -161,6 +161,8 @@ FLAGS = (
          "steps, for example by a power cap; state it with the speed", _low_clocks, ()),
     Flag("busy_host", f"the host's load average was above {BUSY['cpu']:g} per core ({BUSY['cuda']:g} where a GPU is "
          "measured) at the start of the attempt", _busy_host, (SPEED,)),
+    Flag("host_bound", "the host, not the GPU, limited the speed, which tells little of GPU and settings; state it "
+         "with the speed", _known("bound_by", lambda by: by == "host"), ()),
     Flag("wide_spread", f"the standard deviation of step times is {_percent(step_statistics.DEVIATION)} of their mean "
          f"or more, or a step differs from the mean by {_percent(step_statistics.OUTLIER)} or more",
          _of_steps(step_statistics.is_noisy), (SPEED,)),

@@ -37,7 +37,7 @@ MARKS = {
 }
 # The words of an axis: one value, the smallest, the largest. An option of the user's own is called by its name.
 WORDS = {"seq_len": ("length", "shortest", "longest"), "micro_batch": ("batch", "smallest", "largest")}
-COLUMNS = ("outcome", "seq_len", "micro_batch", *PEAKS, *SPEEDS, SAMPLES, MOST, NEEDS)
+COLUMNS = ("outcome", "seq_len", "micro_batch", *PEAKS, *SPEEDS, SAMPLES, MOST, NEEDS, "bound_by")
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Line:
     rows: int = 0
     most: int | None = None
     tokens: bool = True
+    host_bound: bool = False
 
 
 def choose_axis(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -155,6 +156,7 @@ def summarize_rows(
         len(rows),
         most if axis == "seq_len" else None,
         has_tokens(rows),
+        any(row.get("bound_by") == "host" for row in at),
     )
 
 

@@ -10,10 +10,12 @@ import math
 import os
 import re
 import resource
+import statistics
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,29 @@ def _own_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
 
 
+def host_counts() -> tuple[int, int, int] | None:
+    """Return the machine's stolen and whole CPU time, in ticks, and this process's involuntary context switches.
+
+    The ticks are from /proc/stat (proc_stat(5)); guests' time is a part of user time. None if it cannot be read.
+    """
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ticks = [int(one) for one in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return ticks[7], sum(ticks), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    return None
+
+
+def disturbed_since(before: tuple[int, int, int] | None) -> dict[str, Any]:
+    """Return the columns on what others took from the host since `before`; None for what the kernel does not count."""
+    now = host_counts()
+    if before is None or now is None:
+        return {"host_steal_fraction": None, "involuntary_switches": None}
+    stolen, spent, switches = (b - a for a, b in zip(before, now, strict=True))
+    return {
+        "host_steal_fraction": stolen / spent if spent > 0 else None,  # gVisor's ticks stand still
+        "involuntary_switches": switches if now[2] else None,  # a kernel that counts has counted some by now
+    }
+
+
 def pinned_peak() -> int | None:
     """Return the peak of page-locked memory in torch's host allocator, in bytes; None if torch does not count it."""
     told = getattr(torch.cuda, "host_memory_stats", dict[str, int])()
@@ -278,7 +303,6 @@ class Nvml:
             "driver_version": None if self._handle is None else machine.ask_nvml("nvmlSystemGetDriverVersion")[0],
             "device_total_bytes": None if info is None else int(info.total),
             "gpu_temperature_c": self.read("nvmlDeviceGetTemperature", 0),  # NVML_TEMPERATURE_GPU
-            "gpu_sm_clock_mhz": self.sm_clock_mhz(),
             "gpu_sm_clock_max_mhz": self.read("nvmlDeviceGetMaxClockInfo", _SM),
         }
 
@@ -322,33 +346,55 @@ def foreign(before: Collection[int] | None, after: Collection[int] | None, own: 
     return sorted(set(after) & set(before) | (new if len(new) > 1 else set()))
 
 
+# Issue fractions on an H100 and an H200 were 0.6 to 0.83 where the GPU is the limit, and 0.92 to 1.0 where the host is.
+# A GPU with a longer queue of launches may have other limits.
+GPU_BOUND, HOST_BOUND = 0.85, 0.9
+LAGGED = 50  # steps; later the clocks of GPU and host have drifted apart by too much of a step
+
+
 class Clock:
-    """Marks at step boundaries: CUDA events, for which the device does not wait, or the host's clock on a CPU."""
+    """Marks at step boundaries: CUDA events, for which the device does not wait, or the host's clock on a CPU.
+
+    The host's time at which each mark was issued is kept as well.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._marks: list[Any] = []
-        self._began = 0.0
+        self._issued: list[float] = []
         self.by_host: float | None = None  # CUDA: seconds from the first mark until the host knew of the last
 
     def mark(self) -> None:
         """Mark a boundary now."""
+        self._issued.append(time.perf_counter())
         if self._cuda:
-            if not self._marks:
-                self._began = time.perf_counter()
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
 
     def times(self) -> list[float]:
         """Wait for the last mark, and return the seconds between consecutive marks."""
         if self._cuda and self._marks:
             self._marks[-1].synchronize()
-            self.by_host = time.perf_counter() - self._began
+            self.by_host = time.perf_counter() - self._issued[0]
             return [a.elapsed_time(b) / 1000 for a, b in zip(self._marks, self._marks[1:], strict=False)]
-        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return [b - a for a, b in zip(self._issued, self._issued[1:], strict=False)]
+
+    def issue_columns(self, times: Sequence[float]) -> dict[str, Any]:
+        """Return `issue_fraction` and what `times`, in seconds, were bound by; None on a CPU and without a step.
+
+        The fraction is of the first step, when the GPU's queue is empty: the time to issue it / the median step. A
+        second one must agree: 1 - (median time from issuing a mark until the GPU reaches it) / the median step. A host
+        that waits inside its steps, or for room in the queue of launches, has both near 1 next to a busy GPU. So
+        "host" is only a suspicion, which `Count` drops unless it can rule that out. "gpu" includes waiting for links.
+        """
+        if not self._cuda or not times:
+            return {"issue_fraction": None, "bound_by": None}
+        step, issued = statistics.median(times), [at - self._issued[0] for at in self._issued[1:]]
+        lags = [reached - at for reached, at in zip(accumulate(times[:LAGGED]), issued, strict=False)]
+        both = issued[0] / step, 1 - statistics.median(lags) / step
+        by = "gpu" if max(both) < GPU_BOUND else "host" if min(both) > HOST_BOUND else None
+        return {"issue_fraction": both[0], "bound_by": by}
 
 
 def backward_boundaries(

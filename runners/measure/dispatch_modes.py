@@ -252,6 +252,17 @@ class FlopCount(Beneath, TorchDispatchMode):
         self.total = 0
         self.repeated = 0
         self.uncounted: set[str] = set()
+        self.operators = 0  # without views, which launch nothing
+        self.waits = 0  # calls that make the host wait for a GPU that has work
+
+    def waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with its calls counted in `waits`, once the step has given the GPU products."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.waits += self.total > 0
+            return original(*args, **kwargs)
+
+        return counted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sharded(types):
@@ -264,6 +275,8 @@ class FlopCount(Beneath, TorchDispatchMode):
             if decomposed is not NotImplemented:
                 return decomposed
         out = func(*args, **kwargs)
+        self.operators += not func.is_view
+        self.waits += self.total > 0 and _waits(func, args, kwargs, out)
         if formula is not None:
             flops = int(formula(*args, **kwargs, out_val=out))
             self.total += flops
@@ -274,6 +287,19 @@ class FlopCount(Beneath, TorchDispatchMode):
         elif func.namespace not in PRODUCTLESS or func._opname in FORMULALESS:
             self.uncounted.add(f"{func.namespace}::{func._opname}")
         return out
+
+
+def _waits(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Check whether the host waits for a GPU in this operator: it needs a value from there, or a copy that blocks."""
+    devices = {one.device.type for one in tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)}
+    if devices <= {"cpu"}:
+        return False
+    if func._opname.startswith("index"):  # only masks become indices of unknown number
+        masks = args[1] if isinstance(args[1], (list, tuple)) else ()
+        return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in masks)
+    if func._opname in ("_to_copy", "copy_"):
+        return "cpu" in devices and not (kwargs.get("non_blocking") or args[2:3] == (True,))
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
 
 
 def _recomputes() -> bool:

@@ -12,11 +12,14 @@ import torch
 
 from vramsweep.harness.hardware.gpu_lookup import peak_flops
 from vramsweep.runners.measure.compile_events import Compiler
-from vramsweep.runners.measure.counters import backward_boundaries
+from vramsweep.runners.measure.counters import HOST_BOUND, backward_boundaries
 from vramsweep.runners.measure.dispatch_modes import FlopCount, SdpaKernels
+from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.measure.steady_memory import NO_BACKWARD
 from vramsweep.runners.rank.aggregate_ranks import Columns
 
+QUEUE = 1024  # launches that may wait for a GPU; the host waits for room after that
+SYNCHRONIZE = ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"))
 COUNTED_EAGERLY = "FLOPs are counted without torch.compile, because compiled code calls no countable operators"
 COMPILED = "FLOPs are unknown, because compiled code calls no countable operators"
 
@@ -43,6 +46,7 @@ class Count:
     total: int | None = None
     repeated: int = 0  # part of the total
     uncounted: set[str] = field(default_factory=set)  # operators
+    issues_freely: bool | None = None  # the host waits for the GPU nowhere; None if not counted
     kernels: SdpaKernels = field(default_factory=SdpaKernels)
     _uncounted_by_backward: set[str] = field(default_factory=set)
     _began: float | None = None
@@ -70,6 +74,7 @@ class Count:
             self._uncounted_by_backward = set(count.uncounted)
 
         self._context.enter_context(backward_boundaries(entered, left))
+        self._context.enter_context(patched((*one, count.waiting(getattr(*one))) for one in SYNCHRONIZE))
 
     def leave(self, loss: torch.Tensor | None) -> None:
         """Stop counting, and keep the FLOPs and the names of operators that were not counted."""
@@ -78,6 +83,8 @@ class Count:
             return
         self.total, self.repeated, self.uncounted = self._count.total, self._count.repeated, self._count.uncounted
         self.forward = sum(self._forward) if self._forward else None
+        # A full queue is part of more operators, and hides by how much the GPU is behind.
+        self.issues_freely = not self._count.waits and self._count.operators <= QUEUE / (1 - HOST_BOUND)
 
     def close(self) -> None:
         """Stop watching, also if the step failed; its time counts as a step's in either case."""
@@ -98,12 +105,14 @@ class Count:
         peak = peak_flops(row["gpu_name"], self.precision) if row["gpu_name"] and self.precision else None
         speed = row["tokens_per_s"]
         used = None if peak is None or speed is None else speed / (peak * self.world_size)
+        bound = row.get("bound_by")
         return {
             "model_flops_per_token": of_model,
             "hardware_flops_per_token": of_hardware,
             "peak_flops": peak,
             "mfu": None if of_model is None or used is None else used * of_model,
             "hfu": None if of_hardware is None or used is None else used * of_hardware,
+            "bound_by": bound if bound != "host" or self.issues_freely else None,
             "attention_kernels": sorted(self.kernels.seen) or None,
             "notes": notes or None,
         }

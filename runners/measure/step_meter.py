@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vramsweep.harness.process.worker_files import RECORDING, STEPS
 from vramsweep.harness.spec import length_distribution
+from vramsweep.runners.measure import counters
 from vramsweep.runners.measure.counters import COUNTERS, HostMemory, Peaks, backward_boundaries
 from vramsweep.runners.measure.flop_step import Count
 from vramsweep.runners.measure.model_description import look_at_gradients
@@ -42,6 +43,7 @@ RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; the buff
 COMPILED_UNSEEN = "allocated bytes are unknown, because on a CPU compiled code makes tensors without torch's operators"
 OTHER_STEPS = "peak allocated is unknown, because lengths vary and on a CPU only the probe step counts tensors"
 RECOMPILED = "torch.compile compiled {} more graphs during the measured steps; their times include this"
+LEAST_ENERGY_S = 1.0  # NVML's counter moves now and then; its power is a mean over 1 s (nvmlDeviceGetPowerUsage)
 SPEED = (
     *("elapsed_s", "host_elapsed_s", "step_times_s", "step_median_s", "step_iqr_s", "warmup_step_times_s"),
     *("tokens_per_s", "samples_per_s"),
@@ -210,6 +212,7 @@ class Measured:
         self._clock_mhz = self.gauges.nvml.sm_clock_mhz()
         self.notes = [] if self.asked.measured_steps is None else meet_ranks()  # else some ranks may have no meter
         self._energy = self.gauges.nvml.energy_j()
+        self._host = counters.host_counts()
         self.gauges.clock.mark()
 
     def enter(self) -> None:
@@ -229,10 +232,11 @@ class Measured:
     def finish(self, loss: torch.Tensor | None) -> None:
         """Read clock and counters after the last step, and keep their columns."""
         nvml = self.gauges.nvml
+        reasons, clock_mhz = nvml.throttle_reasons(), nvml.sm_clock_mhz()  # while the GPU still works
         times = self.gauges.clock.times()
+        disturbed = counters.disturbed_since(self._host)
         self.elapsed = elapsed = sum(times)
-        reasons = nvml.throttle_reasons()
-        energy = nvml.energy_j()
+        energy = nvml.energy_j() if elapsed >= LEAST_ENERGY_S else None
         joules = None if energy is None or self._energy is None else energy - self._energy
         skipped = self.skipped()
         recompiled = self.gauges.compiler.graphs() - self._graphs
@@ -245,7 +249,10 @@ class Measured:
         self._columns = {
             **self.gauges.memory.summary(),
             **nvml.facts(),
+            **disturbed,
+            **self.gauges.clock.issue_columns(times),
             "device_used_bytes": nvml.used(),
+            "gpu_sm_clock_mhz": clock_mhz,
             "gpu_sm_clock_before_mhz": self._clock_mhz,
             "gpu_energy_j": joules,
             "gpu_power_w": None if joules is None else joules / elapsed,

@@ -20,7 +20,9 @@ COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
     **dict.fromkeys(("device_used_bytes", "device_baseline_bytes", "gpu_temperature_c", "gpu_power_w"), max),
     **dict.fromkeys(("gpu_sm_clock_before_mhz", "gpu_sm_clock_mhz"), min),
     **dict.fromkeys(("gpu_sm_clock_max_mhz", "skipped_steps", "alloc_retries", "alloc_ooms"), max),
-    **dict.fromkeys(("step_growth_bytes", "steps_s"), max),
+    **dict.fromkeys(("step_growth_bytes", "steps_s", "issue_fraction"), max),
+    **dict.fromkeys(("host_steal_fraction", "involuntary_switches"), max),
+    "bound_by": lambda known: "host" if "host" in known else "gpu",
     "full_after_steps": min,
     **dict.fromkeys(("throttle_reasons", "foreign_processes"), lambda lists: sorted(set().union(*lists))),
     "plateau": all,
@@ -59,7 +61,7 @@ def over_ranks(ranks: Sequence[Columns]) -> Columns:
         if name in COMBINED:
             known = [columns[name] for columns in ranks if columns.get(name) is not None]
             row[name] = COMBINED[name](known) if known else None
-            well = row[name] if name == "plateau" else not row[name]
+            well = row[name] in (True, "gpu") if name in ("plateau", "bound_by") else not row[name]
             if well and len(known) < len(ranks):  # then nobody knows that all is well
                 row[name] = None
         if name == "gpu_energy_j":  # each rank reports its GPU's, which several may share

@@ -364,7 +364,7 @@ class Observer:
             return self.volume.columns(list(steps), own["elapsed_s"]) | {"notes": [*own["notes"], f"{what} and speed"]}
         notes = [*own["notes"], f"{what}, not for speed"]
         times = [seconds for step, seconds in zip(steps, own["step_times_s"], strict=True) if step in clean]
-        energy = dict.fromkeys(("gpu_energy_j", "gpu_power_w"))
+        energy = dict.fromkeys(("gpu_energy_j", "gpu_power_w", "issue_fraction", "bound_by"))
         return energy | step_meter.timed(times) | self.volume.columns(clean, sum(times)) | {"notes": notes}
 
     def each_time(self, steps: Sequence[int]) -> bool:
