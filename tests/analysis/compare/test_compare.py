@@ -72,6 +72,16 @@ def test_speed_verdicts(factor: float, verdict: str) -> None:
     assert found.speed.low < factor - 1 < found.speed.high or verdict == "SAME"
 
 
+@pytest.mark.parametrize("limited", [(256,), (256, 512, 1024, 2048)])
+def test_speed_that_a_host_limits_is_no_difference(limited: tuple[int, ...]) -> None:
+    slow = table([{**r, "bound_by": "host" if r["seq_len"] in limited else "gpu"} for r in speed(sweep(1), 0.5)])
+    for found, known in ((compare(table(sweep(0)), slow), "SLOWER"), (compare(slow, table(sweep(0))), "FASTER")):
+        for pair in found.pairs:
+            assert pair.speed.verdict == ("AMBIGUOUS" if pair.seq_len in limited else known)
+        assert found.speed.verdict == ("AMBIGUOUS" if len(limited) == 4 else known)
+        assert f"without {len(limited)} of 4 pairs: the host limits the speed" in found.speed.reason
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_speed_of_nearly_nothing_is_slower_without_a_factor() -> None:
     rows = sweep()

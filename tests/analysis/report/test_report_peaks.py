@@ -102,6 +102,19 @@ def test_a_frontier_without_an_upper_end_ends() -> None:
         assert np.isfinite(np.asarray(trace.x, dtype=float)).all()
 
 
+def test_a_point_that_the_host_limits_is_on_no_front() -> None:
+    made: list[Row] = []
+    for model, by, factor in (("a", "gpu", 1.0), ("b", "host", 1.5), ("c", "gpu", 2.0)):  # the faster, the more memory
+        for row in synthetic.curve((512, 1024, 2048, 4096), model=model):
+            more = {name: factor * row[name] for name in ("tokens_per_s", "peak_reserved_bytes")}
+            made.append({**row, **more, "trial_id": f"{model}{row['trial_id']}", "bound_by": by})
+    (figure,) = pareto(known(made))
+    line, *points = (trace for trace in figure.plot.data if trace.mode != "text")
+    hollow = {point.name: str(point.marker.symbol).endswith("-open") for point in points if point.name}
+    assert hollow == {"a": False, "b": True, "c": False}
+    assert len(line.y) == 2 and "hollow" in figure.caption
+
+
 def test_groups_of_one_label_stay_apart() -> None:
     made: list[Row] = []
     for model, precision in (("a · b", "c"), ("a · b", "d"), ("a", "b · c")):

@@ -30,7 +30,8 @@ from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.loops import torch_loop
-from vramsweep.runners.measure.counters import Nvml
+from vramsweep.runners.measure import counters, flop_step
+from vramsweep.runners.measure.counters import Clock, Nvml
 from vramsweep.runners.measure.rank_instruments import Gauges
 from vramsweep.runners.measure.step_meter import REPLAYED, Meter, StepMeter, meter_spec
 from vramsweep.runners.worker import run_rank, serve_forks, worker
@@ -40,7 +41,7 @@ UUID = "GPU-stand-in"
 
 
 class Card:
-    """Counters that move as an allocator's would, a clock of 2 ms a mark, and what was asked of it."""
+    """Counters that move as an allocator's would, and what was asked of it."""
 
     def __init__(self) -> None:
         self.current, self.peak, self.marks, self.energy = 100 * MIB, 100 * MIB, 0, 5000
@@ -48,6 +49,7 @@ class Card:
         self.devices: set[Any] = set()  # whose memory, stream and end were asked for
         self.memory = types.SimpleNamespace(total=80 << 30, used=200 * MIB, free=79 << 30)  # NVML's, others' use
         self.pids = [os.getpid()]
+        self.waits = False  # every step waits for the device
 
     def touch(self) -> None:
         """Whoever first does anything on a device makes a context there."""
@@ -76,23 +78,28 @@ class Card:
 
 
 class Event:
-    """torch.cuda.Event: 2 ms lie between one and the next."""
+    """torch.cuda.Event. By `issued` and `reached`, the host issues a mark every 0.375 s, and the GPU reaches one every
+    0.625 s, both in seconds since the first."""
 
     made = 0
+    synchronized = 0.0
+    issued = staticmethod(lambda mark: 0.375 * mark)
+    reached = staticmethod(lambda mark: 0.625 * mark)
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
         self.number = -1
 
     def record(self, stream: Any = None) -> None:
-        Event.made += 1
         self.number = Event.made
+        Event.made += 1
 
     def synchronize(self) -> None:
-        assert self.number > 0
+        assert self.number >= 0
+        Event.synchronized = self.reached(self.number)
 
     def elapsed_time(self, other: Event) -> float:
-        return 2.0 * (other.number - self.number)
+        return 1000 * (self.reached(other.number) - self.reached(self.number))
 
 
 @pytest.fixture
@@ -112,6 +119,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "Event": Event,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name in ("made", "synchronized"):
+        monkeypatch.setattr(Event, name, 0)
+    host = types.SimpleNamespace(perf_counter=lambda: 70 + max(Event.issued(Event.made), Event.synchronized))
+    monkeypatch.setattr(counters, "time", host)
     monkeypatch.setattr(torch.cuda.memory, "_lazy_init", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", card.snapshot, raising=False)
     monkeypatch.setattr(
@@ -136,7 +147,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         "nvmlDeviceGetTotalEnergyConsumption": energy,
         "nvmlDeviceGetCurrentClocksEventReasons": lambda _: pynvml.nvmlClocksEventReasonSwPowerCap | 1,  # 1: idle
         "nvmlDeviceGetTemperature": lambda _, sensor: 51,
-        "nvmlDeviceGetClockInfo": lambda _, clock: 1965 if clock == pynvml.NVML_CLOCK_SM else 5001,
+        "nvmlDeviceGetClockInfo": lambda _, clock: (345 if Event.synchronized else 1965) if clock == 1 else 5001,
         "nvmlDeviceGetMaxClockInfo": lambda _, clock: 1980 if clock == pynvml.NVML_CLOCK_SM else 5001,
     }.items():
         monkeypatch.setattr(pynvml, name, stand_in)
@@ -163,7 +174,9 @@ def train(card: Card, trial: trials.Trial, meter: StepMeter, fails_at: int | Non
     for index in range(trial.steps()):
         meter.step_begin()
         card.use(10 * MIB)
-        loss = weight.square().sum()
+        loss = (weight[None] @ weight[:, None]).sum()
+        if card.waits:
+            torch.cuda.synchronize()
         if index == fails_at:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
         loss.register_hook(lambda _: card.use(30 * MIB))
@@ -189,10 +202,10 @@ def test_a_row_of_the_stand_in(card: Card, tmp_path: Path) -> None:
     phases = {p: row[f"{p}_peak_reserved_bytes"] - own for p in ("forward", "backward", "optimizer")}
     assert phases == {"forward": 10 * MIB, "backward": 30 * MIB, "optimizer": 20 * MIB}
     assert row["peak_allocated_bytes"] == row["inactive_split_peak_bytes"] == own + 30 * MIB
-    assert row["step_times_s"] == [0.002] * row["measured_steps"]
-    assert row["tokens_per_s"] == pytest.approx(2 * 32 / 0.002)
+    assert row["step_times_s"] == [0.625] * row["measured_steps"]
+    assert row["tokens_per_s"] == pytest.approx(2 * 32 / 0.625)
     assert row["gpu_energy_j"] == 1.5
-    assert row["gpu_power_w"] == pytest.approx(1.5 / 0.004)
+    assert row["gpu_power_w"] == pytest.approx(1.5 / 1.25)
     assert row["throttle_reasons"] == ["sw_power_cap"]
     assert row["alloc_retries"] == 2
     assert row["device_used_bytes"] == 700 * MIB
@@ -200,11 +213,52 @@ def test_a_row_of_the_stand_in(card: Card, tmp_path: Path) -> None:
     assert row["foreign_processes"] == []
     assert row["gpu_uuid"] == UUID and row["driver_version"] == "999.1" and row["gpu_sm_clock_mhz"] == 1965
     assert (row["gpu_sm_clock_before_mhz"], row["gpu_sm_clock_max_mhz"]) == (1965, 1980)
-    assert 0 < row["host_elapsed_s"] < 10  # of this process's clock, whatever the stand-in's events say
+    assert row["host_elapsed_s"] == 1.25
+    assert (row["issue_fraction"], row["bound_by"]) == (0.6, "gpu")
     assert flags(row) == ["allocation_retries"]
     assert row["peak_flops"] == 67e12
     assert row["mfu"] is not None and row["memory_source"] == "cuda_allocator"
     assert row["rss_baseline_bytes"] is None
+
+
+HOST = [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("issued", "reached", "fraction", "by"),
+    [
+        ([0.0, 0.62, 1.62, 2.62], [0.0, 1.0, 2.0, 3.0], 0.62, "gpu"),  # the queue is full from the second step on
+        (HOST, [0.0, 1.02, 2.02, 3.02], 1.0, "host"),
+        (HOST, [0.0, 1.3, 2.3, 3.3], 1.0, None),  # a few operators at the end take the GPU long
+        ([0.0, 1.0, 1.6, 2.6], [0.0, 1.1, 2.1, 3.1], 1.0, None),  # the first step disturbed the host
+        ([0.0, 0.87, 1.87, 2.87], [0.0, 1.0, 2.0, 3.0], 0.87, None),
+        ([0.0], [0.0], None, None),
+    ],
+)
+def test_a_step_is_bound_by_the_gpu_if_the_host_is_far_ahead(
+    card: Card, monkeypatch: pytest.MonkeyPatch, issued: list[float], reached: list[float], fraction: float, by: str
+) -> None:
+    monkeypatch.setattr(Event, "issued", staticmethod([*issued, 9.0].__getitem__))
+    monkeypatch.setattr(Event, "reached", staticmethod(reached.__getitem__))
+    clock = Clock(torch.device("cuda", 0))
+    for _ in issued:
+        clock.mark()
+    found = clock.issue_columns(clock.times())
+    assert found == {"issue_fraction": None if fraction is None else pytest.approx(fraction), "bound_by": by}
+
+
+@pytest.mark.parametrize(("waits", "queue", "by"), [(False, 1024, "host"), (True, 1024, None), (False, 0, None)])
+def test_the_host_is_the_limit_only_if_it_surely_waits_for_nothing(
+    card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool, queue: int, by: str | None
+) -> None:
+    for name in ("issued", "reached"):
+        monkeypatch.setattr(Event, name, staticmethod(lambda mark: 0.25 * mark))
+    monkeypatch.setattr(flop_step, "QUEUE", queue)
+    card.waits = waits
+    row = drive(card, tmp_path)
+    assert (row["issue_fraction"], row["bound_by"]) == (1.0, by)
+    assert row["gpu_energy_j"] is row["gpu_power_w"] is None  # of half a second
+    assert ("host_bound" in flags(row)) == (by == "host")
 
 
 def test_only_the_card_that_is_trained_on_is_asked(card: Card, tmp_path: Path) -> None:

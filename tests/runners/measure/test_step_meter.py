@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import TARGETS, parametrized, refusal, source, tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
@@ -251,6 +253,27 @@ def test_a_formula_that_the_user_registers_counts(monkeypatch: pytest.MonkeyPatc
     with FlopCount() as count:
         step(batches(0))
     assert (count.total, count.uncounted) == (3 * FORWARD, set())  # its formula makes the inputs' gradient, too
+
+
+def test_the_host_waits_for_values_and_blocking_copies_of_a_gpu_that_has_work() -> None:
+    ops = torch.ops.aten
+    with FakeTensorMode(shape_env=ShapeEnv()), FlopCount() as count:
+        x, host = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
+        for waits in (0, 1):  # there is nothing to wait for before the first product
+            x.sum().item()
+            assert count.waits == waits
+            x @ x
+        mask, places = x > 0, torch.zeros(2, dtype=torch.int64, device="cuda")
+        host.sum().item()
+    assert count.waits == 1
+    for op, args, more, waits in (
+        (ops.copy_.default, (x, host), {}, True), (ops.copy_.default, (x, host, True), {}, False),
+        (ops.copy_.default, (host, x), {}, True), (ops.copy_.default, (host, host), {}, False),
+        (ops._to_copy.default, (x, host), {"non_blocking": True}, False), (ops._to_copy.default, (x, x), {}, False),
+        (ops.index.Tensor, (x, [None, mask]), {}, True), (ops.index.Tensor, (x, [None, places]), {}, False),
+        (ops.nonzero.default, (x,), {}, True), (ops.nonzero.default, (host,), {}, False),
+    ):  # fmt: skip
+        assert dispatch_modes._waits(op, args, more, None) is waits
 
 
 def test_products_of_the_optimizer_are_hardware_flops_only(tmp_path: Path) -> None:
