@@ -273,7 +273,8 @@ def _reader(both: pd.DataFrame) -> Callable[[Any], _Side]:
         done = rows[ok[rows]]
         known = {name: values[done][~np.isnan(values[done])] for name, values in memory.items()}
         logs = np.log(speeds[done][speeds[done] > 0])
-        return _Side(known, logs, *(bool(what[rows].any()) for what in (oom, resident, limited)), tuple(ids[rows]))
+        any_oom, any_resident, any_limited = (bool(what[rows].any()) for what in (oom, resident, limited))
+        return _Side(known, logs, any_oom, any_resident, any_limited, tuple(ids[rows]))
 
     return read
 
@@ -446,7 +447,7 @@ def _student(freedom: int) -> float:
     return float(stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975))
 
 
-def _judge(shift: float, draws: Array, basis: str, **known: float) -> Speed:
+def _judge(shift: float, draws: Array, basis: str, **known: Any) -> Speed:
     low, high = (float(np.expm1(v)) for v in np.percentile(draws, [2.5, 97.5]))
     change = float(np.expm1(shift))
     most_likely, least, most = (format_difference.speed(value) for value in (change, low, high))

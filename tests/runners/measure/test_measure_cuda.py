@@ -78,13 +78,10 @@ class Card:
 
 
 class Event:
-    """torch.cuda.Event. By `issued` and `reached`, the host issues a mark every 0.375 s, and the GPU reaches one every
-    0.625 s, both in seconds since the first."""
+    """torch.cuda.Event; `issued` and `reached` are the seconds at which the host issues a mark and the GPU reaches it."""
 
-    made = 0
-    synchronized = 0.0
-    issued = staticmethod(lambda mark: 0.375 * mark)
-    reached = staticmethod(lambda mark: 0.625 * mark)
+    made, synchronized = 0, 0.0
+    issued, reached = staticmethod(lambda mark: 0.375 * mark), staticmethod(lambda mark: 0.625 * mark)
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -221,20 +218,14 @@ def test_a_row_of_the_stand_in(card: Card, tmp_path: Path) -> None:
     assert row["rss_baseline_bytes"] is None
 
 
-HOST = [0.0, 1.0, 2.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("issued", "reached", "fraction", "by"),
-    [
-        ([0.0, 0.62, 1.62, 2.62], [0.0, 1.0, 2.0, 3.0], 0.62, "gpu"),  # the queue is full from the second step on
-        (HOST, [0.0, 1.02, 2.02, 3.02], 1.0, "host"),
-        (HOST, [0.0, 1.3, 2.3, 3.3], 1.0, None),  # a few operators at the end take the GPU long
-        ([0.0, 1.0, 1.6, 2.6], [0.0, 1.1, 2.1, 3.1], 1.0, None),  # the first step disturbed the host
-        ([0.0, 0.87, 1.87, 2.87], [0.0, 1.0, 2.0, 3.0], 0.87, None),
-        ([0.0], [0.0], None, None),
-    ],
-)
+@pytest.mark.parametrize(("issued", "reached", "fraction", "by"), [
+    ([0.0, 0.62, 1.62, 2.62], [0.0, 1.0, 2.0, 3.0], 0.62, "gpu"),  # the queue is full from the second step on
+    ([0.0, 1.0, 2.0, 3.0], [0.0, 1.02, 2.02, 3.02], 1.0, "host"),
+    ([0.0, 1.0, 2.0, 3.0], [0.0, 1.3, 2.3, 3.3], 1.0, None),  # a few operators at the end take the GPU long
+    ([0.0, 1.0, 1.6, 2.6], [0.0, 1.1, 2.1, 3.1], 1.0, None),  # the first step disturbed the host
+    ([0.0, 0.87, 1.87, 2.87], [0.0, 1.0, 2.0, 3.0], 0.87, None),
+    ([0.0], [0.0], None, None),
+])  # fmt: skip
 def test_a_step_is_bound_by_the_gpu_if_the_host_is_far_ahead(
     card: Card, monkeypatch: pytest.MonkeyPatch, issued: list[float], reached: list[float], fraction: float, by: str
 ) -> None:
