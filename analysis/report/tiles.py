@@ -321,7 +321,7 @@ def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
     if sure is not None:
         interval = f"95{NARROW}%: {sure.low:,.0f} to {sure.high:,.0f} ({sure.runs} processes)"
     mfu = "" if pd.isna(best["mfu"]) else f"MFU {100 * float(best['mfu']):.1f}{NARROW}%"
-    limited = "" if pd.isna(best["bound_by"]) else f"bound by the {best['bound_by']}"
+    limited = "bound by the host" * (str(best["bound_by"]) == "host")
     value = float(best["tokens_per_s"]) if sure is None else sure.mean
     return Tile(question, f"{value:,.0f} tokens/s", interval, join(_point(best, group), mfu, limited), basis(best))
 

@@ -91,6 +91,12 @@ def test_models_without_tokens_have_their_batch_peak_and_samples() -> None:
     assert unknown.lines[0].peak_bytes == line.peak_bytes and "322" in text(unknown, 120)
 
 
+def test_speeds_that_the_host_limits_are_not_compared() -> None:
+    rows = [{**row, "bound_by": "host"} for row in synthetic.sweep((512, 1024), batches=(1,))]
+    text = " ".join(summary(synthetic.table(rows)).findings)
+    assert "saves" in text and "% tokens/s" not in text and "bound by the host)" in text
+
+
 @pytest.mark.slow
 def test_nothing_fits_is_not_the_same_as_nothing_known() -> None:
     full = of([{**row, "unlimited_peak_reserved_bytes": 30 * GIB} for row in synthetic.sweep(device_gib=1)])

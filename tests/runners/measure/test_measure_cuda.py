@@ -78,7 +78,7 @@ class Card:
 
 
 class Event:
-    """torch.cuda.Event; `issued` and `reached` are the seconds at which the host issues a mark and the GPU reaches it."""
+    """torch.cuda.Event; `issued` and `reached` are the times of a mark on the host and on the GPU, in seconds."""
 
     made, synchronized = 0, 0.0
     issued, reached = staticmethod(lambda mark: 0.375 * mark), staticmethod(lambda mark: 0.625 * mark)

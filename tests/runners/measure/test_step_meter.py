@@ -292,6 +292,8 @@ def test_flash_attention_s_own_kernels_leave_flops_unknown(tmp_path: Path, atten
     row = drive(tmp_path, describe=lambda: {"attention_effective": attention})
     assert row["model_flops_per_token"] is row["hardware_flops_per_token"] is None
     assert attention in row["notes"][0]
+    assert row["issue_fraction"] is row["bound_by"] is None  # no GPU
+    assert row["host_steal_fraction"] is None or 0 <= row["host_steal_fraction"] <= 1
 
 
 def test_flops_of_products_also_of_those_that_torch_s_registry_lacks() -> None:

@@ -66,14 +66,10 @@ def test_speed_is_the_slowest_rank_s_and_health_the_worst_of_all() -> None:
     assert row["skipped_steps"] == 1
     assert row["notes"] == ["one", "two"]
     assert row["loss_last"] == 3.0 and row["optimizer_effective"] == "AdamW"  # rank 0's
-    for by, over_all in (
-        (("gpu", "host"), "host"),
-        (("gpu", "gpu"), "gpu"),
-        (("gpu", None), None),
-        ((None, "host"), "host"),
-    ):
+    cases = [(("gpu", "host"), "host"), (("gpu", "gpu"), "gpu"), (("gpu", None), None), ((None, "host"), "host")]
+    for by, all_of in cases:
         ranks = [rank(issue_fraction=fraction, bound_by=one) for fraction, one in zip((0.6, 0.95), by, strict=True)]
-        assert (over_ranks(ranks)["issue_fraction"], over_ranks(ranks)["bound_by"]) == (0.95, over_all)
+        assert (over_ranks(ranks)["issue_fraction"], over_ranks(ranks)["bound_by"]) == (0.95, all_of)
 
 
 def test_energy_is_that_of_all_cards_each_once() -> None:
