@@ -109,7 +109,11 @@ def _fit(arguments: argparse.Namespace) -> None:
     table = _open(arguments)
     table = table if arguments.axis in FREE else own_axis.swap(table, arguments.axis)
     axis = arguments.axis if arguments.axis in FREE else table.axis
-    beside: Beside | Chosen = Chosen(load(arguments.prediction)) if arguments.prediction else Beside(table)
+    beside: Beside | Chosen = Beside(table)
+    if arguments.prediction:
+        own = None if table.axis in ("seq_len", own_axis.SAMPLES) else table.axis.strip("{}")
+        known = load(arguments.prediction)
+        beside = Chosen(known if table.axis == "seq_len" else own_axis.swap(known, own))
     metrics, ends = arguments.metric or tuple(METRICS), (arguments.start, arguments.stop)
     fits, notes = fit_table(table, metrics, *ends, axis=axis, beside=beside.of)
     notes = own_axis.reword(notes, table)

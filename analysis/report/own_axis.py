@@ -47,7 +47,8 @@ def swap(table: Table, name: str | None = None) -> Table:
     moved |= {} if apart["micro_batch"] else {"micro_batch": pd.array([None] * len(frame), dtype="Int64")}
     moved |= {} if tokens else {"tokens_per_s": frame["samples_per_s"].fillna(frame["tokens_per_s"])}
     left = table.frame.assign(**moved).drop(columns=EXTRA + axis, errors="ignore")
-    called = SAMPLES if axis == "micro_batch" else axis.removeprefix(OPTIONS)
+    called = axis.removeprefix(OPTIONS)
+    called = SAMPLES if axis == "micro_batch" else f"{{{called}}}" if called in (*FREE, SAMPLES) else called
     return replace(table, frame=left, axis=called, tokens=tokens)
 
 

@@ -59,7 +59,7 @@ def summary(table: Table, beyond: str = "") -> Summary:
         group.take(*result_table.COLUMNS, *table.frame.columns.intersection([LENGTHS])) for group in found[:LOOKED]
     ]
     if table.axis != "seq_len":
-        axis = "micro_batch" if table.axis == SAMPLES else OPTIONS + table.axis
+        axis = "micro_batch" if table.axis == SAMPLES else OPTIONS + table.axis.strip("{}")
         frames = [
             one.assign(**{axis: one["seq_len"], "seq_len": one[LENGTHS] if table.tokens else 1}) for one in frames
         ]

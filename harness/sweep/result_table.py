@@ -211,7 +211,7 @@ def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[st
     told = [f"peak {unit}: {' or '.join(known)} per GPU{of}"] if known else []
     per = next((head.removeprefix("MiB per\n") for head in columns if head.startswith("MiB per")), None)
     if lines and per:
-        told.append(f"MiB per {per}: growth of memory per {per}{' of micro_batch x seq_len' * (per == 'token')}")
+        told.append(f"MiB per {per}: growth of memory per {per}{' of micro_batch x seq_len' * (axis in WORDS and per == 'token')}")
     if narrow and any(" or more" in _fits(line, longest, narrow) for line in lines):
         told.append(f"or more: even the {longest} that was tried fits")
     if any(_fits(line, longest, narrow).endswith(" (all)") for line in lines):
@@ -246,7 +246,7 @@ def _speed(value: float | None, mark: str) -> str:
 
 def name_one(name: str) -> str:
     """Return the singular of a number's name, such as `image`; the name itself if that is not certain."""
-    return name[:-1] if len(name) > 3 and re.fullmatch(r".*[^s]s(?<!ses)", name) else name
+    return name[:-1] if len(name) > 3 and re.fullmatch(r".*[^s]s(?<![shixz]es)(?<![ui]s)", name) else name
 
 
 def _digits(value: float | None) -> str:

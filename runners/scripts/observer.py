@@ -152,7 +152,7 @@ class Observer:
         elif self.asked["job"]:
             self.part("steps" if self.meter.index else "first_step")
         self.forward_seen = True
-        self.volume.forward(args, kwargs)
+        self.volume.forward(module, args, kwargs)
 
     def forward_failed(self) -> None:
         """Drop the pending forward passes after an exception, because none of them gets a backward pass."""

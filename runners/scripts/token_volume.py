@@ -3,11 +3,13 @@
 A forward pass counts only once a backward pass has followed it, so an evaluation's does not count.
 """
 
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+Shapes = tuple[tuple[int, ...], ...]
 Shape = tuple[int, int] | None  # samples and tokens per sample of one forward pass; None without token ids
 
 
@@ -16,7 +18,8 @@ class Volume:
 
     def __init__(self) -> None:
         self.steps: list[list[Shape]] = []
-        self.inputs: list[set[tuple[int, ...]]] = []  # distinct shapes of all tensors that each step's models are given
+        # Of each step, by module and number of tensors that it is called with: their shapes in each call.
+        self.inputs: list[dict[tuple[int, int], list[Shapes]]] = []
         self.backwards: list[int] = []  # backward passes of each step
         self._batches: list[int] = []  # those of them with a forward pass before
         self._pending: list[Shape] = []  # forward passes since the last backward pass
@@ -25,15 +28,25 @@ class Volume:
     def begin_step(self) -> None:
         """Begin the next step."""
         self.steps.append([])
-        self.inputs.append(set())
+        self.inputs.append({})
         self.backwards.append(0)
         self._batches.append(0)
         self._pending.clear()
 
-    def forward(self, args: Any, kwargs: Any) -> None:
-        """Record that a forward pass with these arguments begins."""
+    def forward(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Record that a forward pass of a module with these arguments begins."""
         self._pending.append(_shape(args, kwargs))
-        self.inputs[-1] |= {tuple(one.shape) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        given = tuple(tuple(one.shape) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
+        self.inputs[-1].setdefault((id(module), len(given)), []).append(given)
+
+    def varying(self, last: int) -> set[tuple[int, ...]]:
+        """Return the shapes that a module was given in one of the `last` steps, but not in the same place in another."""
+        found: set[tuple[int, ...]] = set()
+        for one, other in combinations(self.inputs[-last:], 2):
+            for key in one.keys() & other.keys():
+                for calls in zip(one[key], other[key], strict=False):  # an evaluation may make one step call it more often
+                    found |= {shape for pair in zip(*calls, strict=True) if pair[0] != pair[1] for shape in pair}
+        return found
 
     def backward(self, over: bool) -> None:
         """Record the end of a backward pass; not `over` if it, or a forward pass before it, raised an exception."""

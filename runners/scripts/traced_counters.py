@@ -47,6 +47,7 @@ class Counters:
         self._simulator = Simulator(allocator_config.parse(trial.allocator.conf), self._limit)
         self._done = self._taken = self._given = 0  # events; bytes allocated and freed since the last reset
         self.refused = 0  # requests that failed and that the script handled
+        self._refused_at = -1  # storages when the last of them failed
         self.notes: list[str] = []
         self.searches = 0
         self._handles = tracer.raises_when_full
@@ -84,8 +85,12 @@ class Counters:
         self._done = len(trace.events)
         if refused:
             trace.answers = self._answers
-            self.refused += 1
+            self.refused, self._refused_at = self.refused + 1, len(trace.sizes)
             raise torch.OutOfMemoryError(REFUSED.format(*map(format_gib, (refused, self.total, self._free()[0]))))
+
+    def ends_full(self) -> bool:
+        """Return whether the script requested nothing after its last request that failed."""
+        return self._refused_at == len(self._trace.sizes)
 
     def stats(self, *_args: Any, **_kwargs: Any) -> dict[str, float]:
         """Return what is known of `torch.cuda.memory_stats`, in bytes and numbers; the rest is nan."""
@@ -156,6 +161,6 @@ def _handlers(file: str) -> list[range]:
     source = "".join(linecache.getlines(file))
     if "site-packages" in file and not NAMED.search(source):
         return []
-    tries = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Try))
+    tries = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Try | ast.TryStar))
     caught = (one for one in tries if any(h.type is None or HANDLER.search(ast.unparse(h.type)) for h in one.handlers))
     return [range(one.body[0].lineno, (one.body[-1].end_lineno or 0) + 1) for one in caught]

@@ -135,7 +135,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             raise InvalidTrial(f"cannot be predicted, because the script fails{place} ({what}); {remedy}") from error
     if observer.problem is not None:
         raise RuntimeError(observer.problem)
-    if ended == "ended" and observer.saw_all():
+    if ended == "ended" and not counters.ends_full() and observer.saw_all():
         return
     if counters.refused:
         raise torch.OutOfMemoryError  # the script ended by it
@@ -192,9 +192,8 @@ class _Traced(Observer):
 
     def boundary(self) -> None:
         self.stepped = self.forward_seen = False
-        searches, inputs = self.counters.searches + self.counters.refused, self.volume.inputs
-        differs = len({frozenset(step) for step in inputs[-2:] if step}) > 1
-        if differs and searches != self.searches and len(inputs) < LONGEST_SEARCH:
+        searches = self.counters.searches + self.counters.refused
+        if searches != self.searches and self.volume.varying(2) and len(self.volume.inputs) < LONGEST_SEARCH:
             self.searches = searches  # it may be choosing its batch by the memory: the step goes on until two are alike
             self.volume.begin_step()
             return
@@ -239,9 +238,9 @@ class _Traced(Observer):
         if other and len(known) == 1:
             said = " and ".join(f"{name}={getattr(self.trial, name)}" for name in other)
             notes.append(f"in the traced steps the model was called with {every} tokens, but {said} is given")
-        inputs = self.volume.inputs
-        if len(shapes) > 1 or 1 < len(inputs) == len({frozenset(step) for step in inputs if step}):
-            sizes = {"x".join(map(str, shape)) for step in inputs for shape in step}
+        varying = self.volume.varying(self.trial.steps())
+        if len(shapes) > 1 or varying:
+            sizes = {"x".join(map(str, shape)) for shape in varying}
             found |= {"step_growth_bytes": None, "plateau": None}
             notes.append(NOTES["lengths"].format(f"{every} tokens" if every else ", ".join(sorted(sizes)[:8])))
             self.traced.tracer.leave_out("batch_shapes", every or "inputs")
