@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_check.py OUT [--device cuda] [--seconds 520] [--only PART,PART]
 
-Writes seven files of at most 16 MiB into OUT, to keep under results/reference/<gpu>/: `summary.json` (verdicts and
+Writes eight files of at most 16 MiB into OUT, to keep under results/reference/<gpu>/: `summary.json` (verdicts and
 figures), `rows.jsonl` (rows of all parts), `residuals.csv` (predicted compared with measured), `recordings.zip` (the
-allocator's events under each setting), `report.html` (of the user's sweep), `tests.txt` and `log.txt`. Parts can be
-split over several runs, each adding to OUT. `predicted` needs no GPU, so another machine can run it. A part that fails
-or finds no time is reported in the summary and does not stop the others. With --device cpu the parts run on the tiny
-model as far as possible, which tests the check itself.
+allocator's events under each setting), `report.html` (of the user's sweep), `speeds.json` (of a look at the GPU),
+`tests.txt` and `log.txt`. Parts can be split over several runs, each adding to OUT. `predicted` needs no GPU, so
+another machine can run it. A part that fails or finds no time is reported in the summary and does not stop the others.
+With --device cpu the parts run on the tiny model as far as possible, which tests the check itself.
 """
 
 from __future__ import annotations
@@ -209,6 +209,15 @@ def models(check: Check) -> dict[str, Any]:
     return preset(check, "models", "precision=bf16,bf16_pure")
 
 
+def speeds(check: Check) -> dict[str, Any]:
+    """Look at the GPU (speed_readings.py); keep the file of its speeds, and return it without its readings."""
+    out = check.out / "speeds.json"
+    done = check.python(["benchmarks/speed_readings.py", str(out), "--device", check.device])
+    if not out.exists():
+        raise RuntimeError(last_line(done.stderr))
+    return {name: found for name, found in json.loads(out.read_text()).items() if name != "readings"}
+
+
 def preset(check: Check, name: str, rehearsed: str) -> dict[str, Any]:
     """Measure a preset; return outcomes and reasons of failures. Without a GPU, use the tiny model and `rehearsed`."""
     rows = check.sweep(name, *([f"sweep={name}"] if check.real else ["model=tiny", "seq_len=32", rehearsed]))
@@ -331,11 +340,12 @@ PARTS: tuple[tuple[Callable[[Check], dict[str, Any]], float], ...] = (
     (instruments, 40),  # 15
     (techniques, 360),  # 80 trials
     (models, 180),  # 18 trials
+    (speeds, 130),  # 100 to measure, and a start
     (misses, 90),  # 30: processes that record, four at a time
     (profiles, 300),  # 250: a process for each trial, because a profiler slows down what follows it
     (predicted, 90),  # 60: nothing on the GPU, half as many at once as there are cores
 )
-APART = (techniques, models)  # each in its own run (--only), because it takes all of the time
+APART = (techniques, models, speeds)  # each in its own run (--only), because it takes too much of the time
 RESERVED = 60  # seconds that the parts before `predicted` leave it, if it is chosen
 
 

@@ -31,14 +31,18 @@ from vramsweep.harness.hardware.interconnects import Collective
 # every GPU: a launch takes a few microseconds, and PyTorch's own work per operator comes on top.
 LAUNCH_S = 4e-6
 UNKNOWN = "unknown"  # the kind of arithmetic of an operator whose FLOPs are not known
-ATTENTION = "attention in "  # begins the kind of a fused attention kernel, whose seconds are a part of their own
+# Beginnings of the kind of a fused attention kernel, whose seconds are a part of their own, and of a product with rows
+# that do not begin at multiples of 16 bytes; kinds of kernels over lists of tensors or 8-bit states.
+ATTENTION, BACKWARD, UNALIGNED = "attention in ", "attention backward in ", "unaligned "
+FOREACH, FUSED, EIGHT_BITS = "optimizer foreach", "optimizer fused", "optimizer 8bit"
 
 
 class Work(NamedTuple):
     """The demand of one operator on the GPU. `kind` names the arithmetic its `flops` are done in, "" if there are none.
 
-    Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. After
-    `ATTENTION` they are a fused attention kernel's. `nbytes` is what is read and written.
+    Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. Words before
+    them tell fused attention and unaligned products apart. Kernels of optimizers have no FLOPs, and kinds of their own.
+    `nbytes` is what is read and written.
     """
 
     kind: str
@@ -78,13 +82,13 @@ def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estim
 
     `tf32` says that fp32 matrix products run on tensor cores, as torch.backends.cuda.matmul.allow_tf32 does.
     """
-    peaks = _peaks(gpu, tf32)
+    peaks = peak_rates(gpu, tf32)
     seconds = {"compute": 0.0, "attention": 0.0, "memory": 0.0, "launch": 0.0}
     for work, count in kernels:
-        if (peak := peaks.get(work.kind.removeprefix(ATTENTION))) is None:
+        if (peak := peaks.get(arithmetic(work))) is None:
             return None
         bounds = {  # fused attention is a part of its own, because it gets less of the peak than a product does
-            "attention" if work.kind.startswith(ATTENTION) else "compute": work.flops / peak,
+            "attention" if work.kind.startswith("attention") else "compute": work.flops / peak,
             "memory": work.nbytes / gpu.bandwidth,
             "launch": work.launches * LAUNCH_S,
         }
@@ -99,8 +103,13 @@ def total_flops(kernels: Iterable[tuple[Work, int]]) -> int | None:
     return None if any(work.kind == UNKNOWN for work, _ in found) else sum(count * work.flops for work, count in found)
 
 
-def _peaks(gpu: Gpu, tf32: bool) -> dict[str, float | None]:
-    """Return FLOP/s by kind. If a GPU has no tf32, `tf32` changes nothing."""
+def arithmetic(work: Work) -> str:
+    """Return the kind of arithmetic alone, "" if the operator has no FLOPs."""
+    return work.kind.rpartition(" ")[2] if work.flops else ""
+
+
+def peak_rates(gpu: Gpu, tf32: bool) -> dict[str, float | None]:
+    """Return FLOP/s by kind of arithmetic. If a GPU has no tf32, `tf32` changes nothing."""
     tensor = gpu.tf32 or gpu.fp32
     return {
         "": gpu.fp32,  # never divides anything but zero

@@ -211,7 +211,8 @@ def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[st
     told = [f"peak {unit}: {' or '.join(known)} per GPU{of}"] if known else []
     per = next((head.removeprefix("MiB per\n") for head in columns if head.startswith("MiB per")), None)
     if lines and per:
-        told.append(f"MiB per {per}: growth of memory per {per}{' of micro_batch x seq_len' * (axis in WORDS and per == 'token')}")
+        of_both = " of micro_batch x seq_len" * (axis in WORDS and per == "token")
+        told.append(f"MiB per {per}: growth of memory per {per}{of_both}")
     if narrow and any(" or more" in _fits(line, longest, narrow) for line in lines):
         told.append(f"or more: even the {longest} that was tried fits")
     if any(_fits(line, longest, narrow).endswith(" (all)") for line in lines):

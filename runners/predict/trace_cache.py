@@ -41,7 +41,7 @@ from vramsweep.runners.trace.symbolic_trace import Point, compiled, following, p
 from vramsweep.runners.trace.trace_data import AS_WRITTEN, CATEGORIES, HOST_CATEGORIES, Storages, Trace, generation, on
 
 # Version of a kept trace's layout: raise it when that changes, and trial_identity.SIMULATION when predictions change.
-FORMAT = 16
+FORMAT = 17
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
 MOST = 1 << 63  # bound of any number in a trace
 MOST_KEPT = 2 << 30  # bytes of all files of a user; the least recently used are deleted first

@@ -40,11 +40,12 @@ class Volume:
         self.inputs[-1].setdefault((id(module), len(given)), []).append(given)
 
     def varying(self, last: int) -> set[tuple[int, ...]]:
-        """Return the shapes that a module was given in one of the `last` steps, but not in the same place in another."""
+        """Return the shapes of which a module was given others, in the same place, in another of the `last` steps."""
         found: set[tuple[int, ...]] = set()
         for one, other in combinations(self.inputs[-last:], 2):
             for key in one.keys() & other.keys():
-                for calls in zip(one[key], other[key], strict=False):  # an evaluation may make one step call it more often
+                # a step that also evaluates calls it more often
+                for calls in zip(one[key], other[key], strict=False):
                     found |= {shape for pair in zip(*calls, strict=True) if pair[0] != pair[1] for shape in pair}
         return found
 

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from vramsweep.harness.hardware import roofline
 from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.harness.hardware.interconnects import Collective
-from vramsweep.harness.hardware.roofline import ATTENTION, UNKNOWN, Work
+from vramsweep.harness.hardware.roofline import ATTENTION, BACKWARD, UNALIGNED, UNKNOWN, Work
 from vramsweep.runners.measure.dispatch_modes import FORMULAS
 
 # Operators by name: `free` run no kernel, `overwriting` do not read the tensor that they change, `sparse` touch the
@@ -125,7 +126,7 @@ def _arithmetic(
     """
     formula = FORMULAS.get(func._overloadpacket)
     if formula is None:
-        return "", 0
+        return _streamed(func, args), 0
     try:
         counted: Any = formula(*args, **kwargs, out_val=out)
         flops: Any = counted if isinstance(counted, torch.SymInt) else int(counted)
@@ -138,8 +139,27 @@ def _arithmetic(
     if kind == "fp32" and capability >= (8, 0) and "efficient_attention" in _name(func):
         kind = "3xtf32"
     if any(word in _name(func) for word in FUSED_ATTENTION):
-        kind = ATTENTION + kind
+        kind = (BACKWARD if "backward" in _name(func) else ATTENTION) + kind
+    elif not all(map(_aligned, given.values())):
+        kind = UNALIGNED + kind
     return kind, flops // 2 if causal else flops
+
+
+def _streamed(func: Any, args: Any) -> str:
+    """Return the kind of a kernel that only moves memory: that of an optimizer, or ""."""
+    name = _name(func)
+    if name == "fused" and any(tensor.dtype is torch.uint8 for tensor in args[1]):  # states of 8 bits
+        return roofline.EIGHT_BITS
+    return roofline.FUSED if name.startswith(FUSED) else roofline.FOREACH if name.startswith(MULTI_TENSOR) else ""
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """Return whether rows of a matrix begin at multiples of 16 bytes, as cuBLAS's tensor core kernels need it.
+
+    A distance that depends on length or batch counts as aligned, because a trace serves all of them.
+    """
+    rows = [stride for stride in tensor.stride()[-2:] if isinstance(stride, int) and stride > 1]
+    return tensor.dim() < 2 or not any(stride * tensor.element_size() % 16 for stride in rows)
 
 
 def find_lists(func: Any, args: Any, out: Any) -> Lists | None:

@@ -39,6 +39,8 @@ def test_operators_by_hand() -> None:
     assert asked(lambda a, b: a @ b.t(), (m, k), (n, k)) == [("mm", product)]  # the transpose is a view
     half = Work("bf16", 2 * m * k * n, 2 * (m * k + k * n + m * n), 1)
     assert asked(torch.mm, (m, k), (k, n), dtype=torch.bfloat16) == [("mm", half)]
+    [(_, odd)] = asked(torch.mm, (m, k), (k, 257), dtype=torch.bfloat16)  # rows of 514 bytes
+    assert odd.kind == "unaligned bf16" and odd.flops == 2 * m * k * 257
 
     elements = m * k
     assert asked(lambda a: a * a, (m, k)) == [("mul", Work("", 0, 4 * 2 * elements, 1))]  # read once

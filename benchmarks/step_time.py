@@ -1,0 +1,116 @@
+"""The time of a step on a GPU, operator by operator: kernels on the GPU and launches by the host, which overlap.
+
+A kernel takes the longer of its FLOPs at the peak and its bytes at the bandwidth (roofline.py), each times a factor of
+its kind, and `kernel_s`. The host takes `host_s` for each launch. The GPU works while the host launches, so a step
+lasts as long as the slower of the two. step_time_speeds.json holds values pooled over GPUs, which step_times.py fits to
+measured steps; a file of gpu_check's part `speeds` holds those of one machine.
+
+No prediction uses it yet: rows are estimated by harness/hardware/roofline.py.
+
+Not covered: how collectives slow down the kernels that they overlap with; the size at which a product fills the GPU.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from vramsweep.harness.files.bounded_reads import error_reason, read_content
+from vramsweep.harness.hardware.gpu_lookup import Gpu
+from vramsweep.harness.hardware.roofline import UNALIGNED, Work, arithmetic, peak_rates
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.spec.trial import Trial
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Speeds of `gpu` (a product, or "any"). `source` says in a line what they come from.
+
+    `factors` say by kind how many times longer than its bound a kernel takes. `kernel_s` are the least seconds of a
+    kernel, `host_s` the host's seconds a launch. `spread` ("gpu", "host") is half the width of the 95 % interval of
+    log(measured / predicted).
+    """
+
+    gpu: str
+    source: str
+    factors: Mapping[str, float]
+    kernel_s: float
+    host_s: Mapping[str, float]
+    spread: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step: of the GPU, of the host, and of both with a 95 % interval. `bound_by` is the slower one."""
+
+    gpu_s: float
+    host_s: float
+    step_s: float
+    low_s: float
+    high_s: float
+    bound_by: str
+
+
+_SPEEDS = TypeAdapter(Speeds)
+
+
+@cache
+def pooled() -> Speeds:
+    """Return the speeds of all GPUs together."""
+    return _SPEEDS.validate_json(Path(__file__).with_name("step_time_speeds.json").read_bytes())
+
+
+def load_speeds(path: Path) -> Speeds:
+    """Read a file of speeds. Raises UserError for one that cannot be read or has no speeds."""
+    try:
+        return _SPEEDS.validate_json(read_content(path))
+    except (OSError, ValidationError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error_reason(error)
+        raise UserError(f"{path} has no speeds: {first}; gpu_check.py --only speeds makes such a file") from None
+
+
+def kernel_seconds(work: Work, gpu: Gpu, tf32: bool, speeds: Speeds) -> float | None:
+    """Return the seconds of one operator on the GPU; None if it needs an unknown peak."""
+    if (peak := peak_rates(gpu, tf32).get(arithmetic(work))) is None:
+        return None
+    streamed = speeds.factors[work.kind if work.kind.startswith("optimizer") else "stream"]
+    computed = speeds.factors[_kind(work, tf32)] * work.flops / peak
+    return max(computed, streamed * work.nbytes / gpu.bandwidth) + work.launches * speeds.kernel_s
+
+
+def _kind(work: Work, tf32: bool) -> str:
+    """Return the kind of factor that an operator's arithmetic has."""
+    named = {"fp32": "tf32" if tf32 else "fp32", "3xtf32": "tf32"}.get(arithmetic(work), "half")
+    if work.kind.startswith("attention"):
+        return "attention backward" if "backward" in work.kind else "attention forward"
+    return "product unaligned" if work.kind.startswith(UNALIGNED) and named == "half" else f"product {named}"
+
+
+def time_step(
+    kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool, speeds: Speeds, host: str, communication_s: float = 0.0
+) -> StepTime | None:
+    """Return the time of a step of these operators, each with how often it runs; None if it needs an unknown peak.
+
+    `host` names the kind of the host's time. `communication_s` are seconds of collectives, which overlap with the rest.
+    """
+    totals: Counter[str] = Counter()
+    for work, count in kernels:
+        if (seconds := kernel_seconds(work, gpu, tf32, speeds)) is None:
+            return None
+        totals.update(gpu=count * seconds, host=count * work.launches * speeds.host_s[host])
+    gpu_s, host_s = max(totals["gpu"], communication_s), float(totals["host"])
+    bound_by = "gpu" if gpu_s >= host_s else "host"
+    step_s, wide = max(gpu_s, host_s), math.exp(speeds.spread[bound_by])
+    return StepTime(gpu_s, host_s, step_s, step_s / wide, step_s * wide, bound_by)
+
+
+def host_kind(trial: Trial) -> str:
+    """Return the kind of the host's time a launch that a trial's settings mean."""
+    if trial.sharding == "zero3":
+        return "sharded"
+    torchao = "torchao" in trial.optimizer or trial.precision == "fp8"
+    return "torchao" if torchao else "plain" if trial.checkpointing == "none" else "checkpointing"
