@@ -179,7 +179,7 @@ def _predicted_ends(part: _Part, rows: Bracket) -> _Ends:
     if ok == part.longest:
         return _Ends(ok, ok, ok, ALL)
     high = None if over is None else over - step
-    told = "" if high == ok else "the longest that was predicted" if high is None else EDGE
+    told = "" if high == ok else "the largest that was predicted" if high is None else EDGE
     return _Ends(ok, ok, high, told)
 
 

@@ -64,7 +64,8 @@ def reword(value: Any, table: Table, kept: Sequence[str] = ()) -> Any:
         words = {"axis": axis, "one": "\1", "title": axis if own else "micro-batch (samples)"}
         words["count"] = rf"{axis}=\1" if own else r"\1 samples"
         words["value"], words["values"] = (f"value of {axis}", f"values of {axis}") if own else ("batch", "batches")
-        words["search"] = f"run --largest {axis}" if own else "predict --largest"  # none predicts it of a command's own
+        verb = "run" if own or table.frame["runner"].eq("script").any() else "predict"  # which predicts no command
+        words["search"] = f"{verb} --largest {axis if own else 'micro_batch'}"
         for pattern, new in [*_RULES, *([] if table.tokens else [[r"\btokens(/s|_per_s| over)\b", r"samples\1"]])]:
             value = re.sub(pattern, new.format(**words), value)
         return value.replace("\1", name_one(table.axis)).replace("\0", table.axis)
