@@ -64,7 +64,7 @@ def volume(passes: str, ids: torch.Tensor = IDS, first: str = "") -> Volume:
     for step in (first or passes, *[passes] * 4):
         one.begin_step()
         for kind in step:
-            one.forward((ids,), {}) if kind == FORWARD else one.backward(over=True)
+            one.forward(torch.nn.Identity(), (ids,), {}) if kind == FORWARD else one.backward(over=True)
     return one
 
 
@@ -92,7 +92,7 @@ def test_steps_of_several_numbers_of_batches_have_none() -> None:
     for batches in (1, 1, 2, 1):
         one.begin_step()
         for _ in range(batches):
-            one.forward((IDS,), {})
+            one.forward(torch.nn.Identity(), (IDS,), {})
             one.backward(over=True)
     assert sorted(one.said()["batches"]) == [1, 2]
     row = observed_row.columns(asked(), [process(0, 0, world_size=1, **one.said())], set())
