@@ -11,7 +11,6 @@ Not covered: how collectives slow down the kernels that they overlap with; the s
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -97,12 +96,12 @@ def time_step(
 
     `host` names the kind of the host's time. `communication_s` are seconds of collectives, which overlap with the rest.
     """
-    totals: Counter[str] = Counter()
+    gpu_s = host_s = 0.0
     for work, count in kernels:
         if (seconds := kernel_seconds(work, gpu, tf32, speeds)) is None:
             return None
-        totals.update(gpu=count * seconds, host=count * work.launches * speeds.host_s[host])
-    gpu_s, host_s = max(totals["gpu"], communication_s), float(totals["host"])
+        gpu_s, host_s = gpu_s + count * seconds, host_s + count * work.launches * speeds.host_s[host]
+    gpu_s = max(gpu_s, communication_s)
     bound_by = "gpu" if gpu_s >= host_s else "host"
     step_s, wide = max(gpu_s, host_s), math.exp(speeds.spread[bound_by])
     return StepTime(gpu_s, host_s, step_s, step_s / wide, step_s * wide, bound_by)
