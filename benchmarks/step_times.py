@@ -90,14 +90,14 @@ def read_rows(folder: Path) -> list[Timed]:
             row = json.loads(line)
             if row["outcome"] == "ok" and row["device"] == "cuda":
                 known[str(gpu), row["trial_id"]] = row
-    found = []
+    found: list[Timed] = []
     for one in named.itertuples():
         row, file = known[str(one.gpu), str(one.trial_id)], folder / f"{one.gpu}-{one.trial_id}.json"
         if not file.exists():
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                kernels = pool.apply(trace_kernels, (row, str(one.gpu)))
+                traced = pool.apply(trace_kernels, (row, str(one.gpu)))
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(kernels))
+            file.write_text(json.dumps(traced))
             print(f"traced {len(found) + 1} of {len(named)}: {one.model}", flush=True)
         kernels = tuple((Work(*work), count) for work, count in json.loads(file.read_text()))
         host, step_s = host_kind(trial_parser.parse(row["trial"])), float(str(one.measured_step_s))
@@ -125,7 +125,7 @@ def fit_speeds(rows: Sequence[Timed], host_of: str | None = None) -> Speeds:
     fitted = np.exp(least_squares(off, np.log(start), loss="soft_l1").x)
     of_host = [one for one in rows if one.bound_by == "host" and host_of in (None, one.gpu)]
     times = pd.Series([one.measured_s / one.launches for one in of_host], [one.host for one in of_host], float)
-    return made(fitted, {**HOST_S, **times.groupby(level=0).median().to_dict()})
+    return made(fitted, HOST_S | {str(name): float(one) for name, one in times.groupby(level=0).median().items()})
 
 
 def predict_left_out(rows: Sequence[Timed], own_host: bool) -> pd.DataFrame:
@@ -163,7 +163,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     rows = read_rows(asked.kernels)
     left_out = partial(predict_left_out, rows)
     pooled = left_out(own_host=False)
-    spread = {name: float(mine["log"].abs().quantile(0.95)) for name, mine in pooled.groupby("predicted")}
+    spread = {str(name): float(mine["log"].abs().quantile(0.95)) for name, mine in pooled.groupby("predicted")}
     print("host's time pooled\n", tabulate(pooled, spread).to_string(index=False))
     print("host's time of the machine\n", tabulate(left_out(own_host=True), spread).to_string(index=False))
     source = f"pooled: {len(rows)} measured steps on {len({one.gpu for one in rows})} GPUs"
