@@ -44,8 +44,9 @@ class Volume:
         found: set[tuple[int, ...]] = set()
         for one, other in combinations(self.inputs[-last:], 2):
             for key in one.keys() & other.keys():
-                # a step that also evaluates calls it more often
-                for calls in zip(one[key], other[key], strict=False):
+                # The first step may begin amid its calls, and one that also evaluates has more of them.
+                alike = len(one[key]) == len(other[key])
+                for calls in zip(one[key], other[key], strict=True) if alike else ():
                     found |= {shape for pair in zip(*calls, strict=True) if pair[0] != pair[1] for shape in pair}
         return found
 
