@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from packaging.version import Version
-
 from vramsweep.harness.spec.techniques.schema import Rule, version
 
 if TYPE_CHECKING:
@@ -77,6 +75,8 @@ def _to_the_left(trial: Trial) -> Iterator[str]:
 
 def _uncached(trial: Trial) -> Iterator[str]:
     """Refuse a cache: only without one transformers looks for documents (masking_utils._preprocess_mask_arguments)."""
+    from packaging.version import Version  # a script's environment may lack it
+
     cached = trial.runner.name == "trainer" and Version(version("transformers") or "5").major < 5
     if trial.use_cache == "on" or (trial.use_cache == "default" and cached):
         yield "packing=documents needs use_cache=off, because with a cache transformers does not separate documents"

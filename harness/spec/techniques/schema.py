@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
-
 from vramsweep.harness.spec import shardings
 from vramsweep.harness.spec.shardings import tuples
 
@@ -43,6 +41,8 @@ class Package:
 
     def missing(self) -> str | None:
         """Return what is wrong with the installed version; None if it will do."""
+        from packaging.version import Version  # a script's environment may lack it
+
         found = version(self.name)
         if found is not None and Version(found).release >= Version(self.least).release:
             return None
