@@ -156,10 +156,11 @@ def _streamed(func: Any, args: Any) -> str:
 def _aligned(tensor: torch.Tensor) -> bool:
     """Return whether rows of a matrix begin at multiples of 16 bytes, as cuBLAS's tensor core kernels need it.
 
-    A distance that depends on length or batch counts as aligned, because a trace serves all of them.
+    A batch of matrices counts as aligned, because the rows of attention's are as long as the length, which a trace
+    leaves open.
     """
-    rows = [stride for stride in tensor.stride()[-2:] if isinstance(stride, int) and stride > 1]
-    return tensor.dim() < 2 or not any(stride * tensor.element_size() % 16 for stride in rows)
+    rows = [stride for stride in tensor.stride() if isinstance(stride, int) and stride > 1]
+    return tensor.dim() != 2 or not any(stride * tensor.element_size() % 16 for stride in rows)
 
 
 def find_lists(func: Any, args: Any, out: Any) -> Lists | None:
