@@ -346,8 +346,8 @@ def foreign(before: Collection[int] | None, after: Collection[int] | None, own: 
     return sorted(set(after) & set(before) | (new if len(new) > 1 else set()))
 
 
-# On an H100 and an H200, all steps were issued in 0.6 to 0.83 of their time where the GPU is the limit, and in 0.92 to 1
-# of it where the host is. Nobody has measured the two fractions below on a GPU yet.
+# On an H100 and an H200, all steps were issued in 0.6 to 0.83 of their time where the GPU is the limit, and in 0.92 to
+# 1.0 of it where the host is. Nobody has measured the two fractions below on a GPU yet.
 GPU_BOUND, HOST_BOUND = 0.85, 0.9
 LAGGED = 50  # steps; later the clocks of GPU and host have drifted apart by too much of a step
 
