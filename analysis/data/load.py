@@ -269,16 +269,13 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Return every registry column with its dtype; what does not convert is null and noted."""
     notes: list[str] = []
     columns: dict[str, Any] = {}
-    nulls: dict[Any, Any] = {}
     for column in COLUMNS:
         if column.name in _NESTED:
             continue
         kind = str if column.name in _PARTS else column.type
         dtype: Any = pd.ArrowDtype(_arrow_type(list, column.name)) if kind is list else _DTYPES[kind]
         if column.name not in frame:
-            if dtype not in nulls:  # one array serves all columns that are unknown throughout
-                nulls[dtype] = pd.array([None] * len(frame), dtype=dtype)
-            columns[column.name] = pd.Series(nulls[dtype], index=frame.index, copy=False)
+            columns[column.name] = pd.Series([None] * len(frame), frame.index, dtype)
             continue
         given = frame[column.name].map(_text) if column.name in _PARTS else frame[column.name]
         if kind is list:

@@ -206,9 +206,8 @@ class Posterior:
     @property
     def sizes(self) -> Array:
         """Probability of each size of noise, (SIZES,), for data with one shape of noise."""
-        logs = np.array([c.log for c in self.components])
-        shares = np.exp(logs - logs.max())
-        return np.asarray(shares @ np.array([c.chances for c in self.components]) / shares.sum())
+        shares = special.softmax([c.log for c in self.components])
+        return np.asarray(shares @ np.array([c.chances for c in self.components]))
 
     def draws(self, axis: Array, features: Array) -> tuple[Array, Array]:
         """Return draws of the curve, (draws, n), and the standard deviation of a new observation's noise there.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.polynomial import Polynomial
-from scipy import stats
+from scipy import special, stats
 
 from vramsweep.analysis.data.metrics import Metric
 from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, PLAIN, STEP, Array, Curve, powers
@@ -141,8 +141,8 @@ def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Ca
     ways: list[tuple[int | None, Mapping[bool, Posterior]]] = [(None, {True: found.single})]
     if found.modulus is not None:
         ways.append((found.modulus, found.posteriors))
-    logs = np.array([found.single.log, found.log][: len(ways)])
-    for (modulus, posteriors), share in zip(ways, np.exp(logs - logs.max()), strict=True):
+    shares = special.softmax([found.single.log, found.log][: len(ways)])
+    for (modulus, posteriors), share in zip(ways, shares, strict=True):
         best = {key: p.kinds()[0] for key, p in posteriors.items()}
         alike = [dict.fromkeys(posteriors, name) for name in NAMES]
         for names in alike if best in alike else [*alike, best]:
@@ -162,8 +162,6 @@ def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Ca
             rms, varies = float(np.sqrt(np.mean(left**2))), float(np.var(points.y))
             r2 = 1 - rms**2 / varies if varies else float("nan")
             candidates.append(Candidate(model, probable, rms, float(np.abs(left).max()), r2))
-    total = float(np.exp(logs - logs.max()).sum())
-    candidates = [replace(c, probability=c.probability / total) for c in candidates]
     chosen = max((c for c in candidates if c.model.modulus == found.modulus), key=lambda c: c.probability)
     return candidates, chosen
 
@@ -211,11 +209,9 @@ def estimate_classes(
 def intervals_of(posterior: Posterior, curve: Curve) -> dict[str, tuple[float, float]]:
     """Return the 95 % interval of each parameter of this kind, from draws weighted by their components."""
     mine = [c for c in posterior.components if c.kind.name == curve.kind]
-    logs = np.array([c.log for c in mine])
-    shares = np.exp(logs - logs.max())
     drawn = [
         _curve(component, [draws[i % len(component.size)] for draws in component.draws]).parameters
-        for component, share in zip(mine, shares / shares.sum(), strict=True)
+        for component, share in zip(mine, special.softmax([c.log for c in mine]), strict=True)
         for i in range(round(2000 * float(share)))
     ]
     table = np.array([[one.get(name, 0.0) for name in curve.parameters] for one in drawn])
