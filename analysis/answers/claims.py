@@ -261,8 +261,9 @@ def _among(frame: pd.DataFrame, values: Mapping[str, Sequence[Any]]) -> pd.Serie
 def _ratios(rows: Rows, axis: str, one: str, other: Sequence[str], shown: str, columns: Sequence[str] = ()) -> Numbers:
     """Yield the ratio at two of an axis's values, all else equal, of the first of these columns that both have; without
     `columns`, of a step's time. It is `shown` as one of `_RATIOS`."""
+    done = rows.ok() if columns else rows.ok()[~is_(rows.ok(), "bound_by", "host")]  # whose time is not the GPU's
     columns = columns or rows.seconds
-    for same in group_alike(rows.ok(), axis):
+    for same in group_alike(done, axis):
         where = label(same.iloc[0], axis)
         values = dict(same.groupby(axis)[list(columns)].median().iterrows())
         for b in (value for value in other if one in values and value in values):

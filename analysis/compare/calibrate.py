@@ -23,7 +23,7 @@ from scipy.stats import t as student_t
 
 from vramsweep.analysis.compare.residuals import pair
 from vramsweep.analysis.data.groups import ASKED
-from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.data.load import Table, from_frame, is_
 from vramsweep.analysis.data.pairing import EXTRAS_APART, KEYS
 from vramsweep.analysis.model.curves import Array
 
@@ -113,7 +113,8 @@ def pairs(table: Table) -> pd.DataFrame:
     `step_s` is the median of the measured rows, and `rows` is their number. Allocator settings count as repeats,
     because an estimate does not depend on them.
     """
-    both = pair(table, "step_median_s", "optimizer_effective", *SECONDS)
+    both = pair(table, "step_median_s", "optimizer_effective", "bound_by", *SECONDS)
+    both = both[~is_(both, "bound_by_measured", "host")]
     known = both[["step_median_s_measured", *(f"{name}_predicted" for name in SECONDS)]].notna().all(axis=1)
     ran = both["outcome_predicted"].eq("ok") & both["outcome_measured"].eq("ok") & both["world_size"].eq(1)
     both = both[known & ran & both["optimizer_effective_predicted"].eq(both["optimizer_effective_measured"])]

@@ -463,7 +463,8 @@ def _speed_over_all(speeds: Sequence[Speed], shifts: Array, random: np.random.Ge
     """Judge the geometric mean over pairs: by run-to-run noise if there were repeats, else by the spread over pairs."""
     if left_out := [s for s in speeds if s.host_bound]:
         found = _speed_over_all([s for s in speeds if not s.host_bound], shifts, random)
-        return replace(found, reason=f"{found.reason}; without {len(left_out):,} of {len(speeds):,} pairs: {BY_HOST}")
+        without = f"without {len(left_out):,} of {len(speeds):,} pairs: {BY_HOST}"
+        return replace(found, reason=f"{found.reason}; {without}" if len(left_out) < len(speeds) else BY_HOST)
     centres = _logs([s.change for s in speeds if s.change is not None])
     if not (n := len(centres)):
         return Speed("AMBIGUOUS", "no speed measured on both sides")

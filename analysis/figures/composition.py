@@ -235,7 +235,8 @@ def _lying(
     unit, unit_name = plots.axis_unit(top)
     told = names(known) if len({group.id for group in known}) > 1 else [""] * len(known)
     lengths = rows["seq_len"].nunique() > 1 or len(known) == 1
-    place = [f"{int(row['seq_len']):,} tokens × {int(row['micro_batch']):,}" for _, row in rows.iterrows()]
+    place = [f"{length:,} tokens" if pd.isna(batch) else f"{length:,} tokens × {batch:,}"
+             for length, batch in zip(rows["seq_len"], rows["micro_batch"], strict=True)]  # fmt: skip
     y = [escape(" · ".join(filter(None, (one if one != "all rows" else "", where if lengths else ""))))
          for one, where in zip(told, place, strict=True)]  # fmt: skip
     plot: Any = new_plot(f"{axis} ({unit_name})", "")

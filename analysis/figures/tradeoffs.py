@@ -104,7 +104,7 @@ def pareto(view: View) -> list[Figure]:
         symbol = f"{look.symbol}-open" if point["hollow"] else look.symbol
         plot.add_scatter(
             x=[point["memory"] / unit], y=[point["speed"]], mode="markers", name=escape(name),
-            showlegend=point["id"] in best,
+            showlegend=point["id"] in best or not best,
             marker={"color": look.colour, "symbol": symbol, "size": 10},
             hovertemplate=escape(name) + "<br>%{x:.4~g} " + called + ", %{y:,.4~g} tokens/s<extra></extra>",
             **look.trace,
@@ -113,7 +113,8 @@ def pareto(view: View) -> list[Figure]:
             ends.append(End(point["memory"] / unit, float(point["speed"]), name, look))
     finish(plot, ends, [0.0, float(points["speed"].max())], zero=True)
     plot.update_xaxes(tickformat=",~g")
-    caption = f"Configurations at {length:,} tokens. None beats those on the dotted line in both memory and speed."
+    joined = " None beats those on the dotted line in both memory and speed." if len(front) else ""
+    caption = f"Configurations at {length:,} tokens.{joined}"
     if points["hollow"].any():
-        caption += " The host, not the GPU, limits the speed of hollow ones, so the line leaves them out."
+        caption += " The host, not the GPU, limits the speed of hollow ones, so no line joins them."
     return [Figure("pareto", "Peak memory against throughput", caption, plot, points.drop(columns=["id", "hollow"]))]

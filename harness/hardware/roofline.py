@@ -32,17 +32,16 @@ from vramsweep.harness.hardware.interconnects import Collective
 LAUNCH_S = 4e-6
 UNKNOWN = "unknown"  # the kind of arithmetic of an operator whose FLOPs are not known
 # Beginnings of the kind of a fused attention kernel, whose seconds are a part of their own, and of a product with rows
-# that do not begin at multiples of 16 bytes; kinds of kernels over lists of tensors or 8-bit states.
+# that do not begin at multiples of 16 bytes.
 ATTENTION, BACKWARD, UNALIGNED = "attention in ", "attention backward in ", "unaligned "
-FOREACH, FUSED, EIGHT_BITS = "optimizer foreach", "optimizer fused", "optimizer 8bit"
 
 
 class Work(NamedTuple):
     """The demand of one operator on the GPU. `kind` names the arithmetic its `flops` are done in, "" if there are none.
 
     Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. Words before
-    them tell fused attention and unaligned products apart. Kernels of optimizers have no FLOPs, and kinds of their own.
-    `nbytes` is what is read and written.
+    them tell fused attention and unaligned products apart. Kernels over lists of tensors or 8-bit states, which are
+    mostly an optimizer's, have no FLOPs, and kinds of their own. `nbytes` is what is read and written.
     """
 
     kind: str

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import subprocess
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,13 @@ def _end(process: subprocess.Popen[bytes], over: Collection[int]) -> None:
     for one in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill() if one.pid in over else one.terminate()
-    for one in psutil.wait_procs(left, GRACE_S)[1]:
+    until = time.monotonic() + GRACE_S
+    while left and time.monotonic() < until:
+        process.poll()
+        known = psutil.process_iter(["status"])  # a zombie may wait for ever for the process that adopted it
+        left = [*{one for one in known if one.info["status"] != psutil.STATUS_ZOMBIE}.intersection(left)]
+        time.sleep(0.02)
+    for one in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     process.wait()

@@ -42,12 +42,13 @@ class Volume:
     def varying(self, last: int) -> set[tuple[int, ...]]:
         """Return the shapes of which a module was given others, in the same place, in another of the `last` steps."""
         found: set[tuple[int, ...]] = set()
-        for one, other in combinations(self.inputs[-last:], 2):
+        for (first, one), (_, other) in combinations(enumerate(self.inputs[-last:]), 2):
             for key in one.keys() & other.keys():
-                # The first step may begin amid its calls, and one that also evaluates has more of them.
-                alike = len(one[key]) == len(other[key])
-                for calls in zip(one[key], other[key], strict=True) if alike else ():
-                    found |= {shape for pair in zip(*calls, strict=True) if pair[0] != pair[1] for shape in pair}
+                if len(one[key]) == len(other[key]):
+                    for calls in zip(one[key], other[key], strict=True):
+                        found |= {shape for pair in zip(*calls, strict=True) if pair[0] != pair[1] for shape in pair}
+                elif first:  # the first step may have begun amid its calls
+                    found.update(*set(one[key]) ^ set(other[key]))
         return found
 
     def backward(self, over: bool) -> None:

@@ -135,7 +135,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             raise InvalidTrial(f"cannot be predicted, because the script fails{place} ({what}); {remedy}") from error
     if observer.problem is not None:
         raise RuntimeError(observer.problem)
-    if ended == "ended" and not counters.ends_full() and observer.saw_all():
+    refused_first = counters.ends_full() and observer.counts["forwards"] == 1  # a search for a batch has more of them
+    if ended == "ended" and not refused_first and observer.saw_all():
         return
     if counters.refused:
         raise torch.OutOfMemoryError  # the script ended by it

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from vramsweep.harness.hardware import roofline
 from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.harness.hardware.interconnects import Collective
 from vramsweep.harness.hardware.roofline import ATTENTION, BACKWARD, UNALIGNED, UNKNOWN, Work
@@ -28,6 +27,7 @@ from vramsweep.runners.measure.dispatch_modes import FORMULAS
 # first tensor only where the others point, so for no more bytes than these hold.
 _TABLE = json.loads(Path(__file__).with_name("operators.json").read_text("utf-8"))
 FREE, OVERWRITING, SPARSE = (frozenset(_TABLE[name]) for name in ("free", "overwriting", "sparse"))
+STREAMED: dict[str, str] = _TABLE["streamed"]  # kinds of those over lists, by how their names begin
 KINDS: dict[torch.dtype, str] = {getattr(torch, name): kind for name, kind in _TABLE["dtypes"].items()}
 
 # Parts of the names of fused attention operators: torch's, and flash-attn's (techniques/attention.py).
@@ -36,7 +36,7 @@ FUSED_ATTENTION = ("attention", "flash")
 # A launch of a multi-tensor kernel takes at most 320 chunks of 65,536 elements, and as many tensors as its arguments
 # hold, by number of lists (aten/src/ATen/native/cuda/MultiTensorApply.cuh, 4 KiB of arguments; CUDA 13 takes more).
 FUSED = ("_fused_ada", "_fused_sgd")
-MULTI_TENSOR = ("_foreach_", "_amp_foreach_", *FUSED)
+MULTI_TENSOR = tuple(STREAMED)
 CHUNK = 65_536
 MOST_CHUNKS = 320
 MOST_TENSORS = (110, 64, 48, 36, 30)
@@ -126,7 +126,9 @@ def _arithmetic(
     """
     formula = FORMULAS.get(func._overloadpacket)
     if formula is None:
-        return _streamed(func, args), 0
+        if _name(func) == "fused" and any(tensor.dtype is torch.uint8 for tensor in args[1]):
+            return "optimizer 8bit", 0
+        return next((kind for start, kind in STREAMED.items() if _name(func).startswith(start)), ""), 0
     try:
         counted: Any = formula(*args, **kwargs, out_val=out)
         flops: Any = counted if isinstance(counted, torch.SymInt) else int(counted)
@@ -143,14 +145,6 @@ def _arithmetic(
     elif not all(map(_aligned, given.values())):
         kind = UNALIGNED + kind
     return kind, flops // 2 if causal else flops
-
-
-def _streamed(func: Any, args: Any) -> str:
-    """Return the kind of a kernel that only moves memory: that of an optimizer, or ""."""
-    name = _name(func)
-    if name == "fused" and any(tensor.dtype is torch.uint8 for tensor in args[1]):  # states of 8 bits
-        return roofline.EIGHT_BITS
-    return roofline.FUSED if name.startswith(FUSED) else roofline.FOREACH if name.startswith(MULTI_TENSOR) else ""
 
 
 def _aligned(tensor: torch.Tensor) -> bool:

@@ -30,5 +30,6 @@ def test_a_faulty_script_says_what_is_wrong(
     columns = predicted_row.predict(trial, *found).columns | {"device": "simulated"}
     about = columns | {"flags": flags(columns), "flops": total_flops(found[0].kernels)}
     assert {key: about[key] for key in row} == row
-    assert least <= columns["peak_allocated_bytes"] / 2**20 <= most
+    peak = columns.get("peak_allocated_bytes") or columns["unlimited_peak_reserved_bytes"]
+    assert least <= peak / 2**20 <= most
     assert re.search(out, capfd.readouterr().out)
