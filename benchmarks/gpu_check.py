@@ -212,10 +212,12 @@ def models(check: Check) -> dict[str, Any]:
 def speeds(check: Check) -> dict[str, Any]:
     """Look at the GPU (speed_readings.py); keep the file of its speeds, and return it without its readings."""
     out = check.out / "speeds.json"
+    out.unlink(missing_ok=True)
     done = check.python(["benchmarks/speed_readings.py", str(out), "--device", check.device])
     if not out.exists():
         raise RuntimeError(last_line(done.stderr))
-    return {name: found for name, found in json.loads(out.read_text()).items() if name != "readings"}
+    found = {name: one for name, one in json.loads(out.read_text()).items() if name != "readings"}
+    return found | ({"ended": f"status {done.returncode}: {last_line(done.stderr)}"} if done.returncode else {})
 
 
 def preset(check: Check, name: str, rehearsed: str) -> dict[str, Any]:

@@ -21,19 +21,23 @@ KERNEL, HOST = "kernel", "host "  # other kinds than those of factors: a tiny ke
 def make_speeds(readings: Iterable[Mapping[str, Any]], gpu: Gpu, source: str) -> tuple[Speeds, list[str]]:
     """Return the speeds that readings show, and the names of those without a reading, which keep the pooled value.
 
-    A kind's value is the weighted median of its readings. The interval of the host's time is never narrower than the
-    pooled one, and as wide as its readings vary.
+    A kind's value is the weighted median of its readings, without the least time of their kernels. The interval of the
+    host's time is never narrower than the pooled one, and as wide as its readings vary.
     """
-    pool, found, spread = pooled(), defaultdict(list), [pooled().spread["host"]]
+    pool, found, spread, readings = pooled(), defaultdict(list), [pooled().spread["host"]], list(readings)
+    tiny = [(median(one["seconds"]) / one["launches"], one["weight"]) for one in readings if one["kind"] == KERNEL]
+    kernel_s = _weighted_median(tiny) if tiny else pool.kernel_s
     for one in readings:
-        if unit := _bound_seconds(one, gpu) if one["kind"] in pool.factors else one["launches"]:
-            found[one["kind"]].append((median(one["seconds"]) / unit, one["weight"]))
+        kernel = one["kind"] in pool.factors
+        if unit := _bound_seconds(one, gpu) if kernel else one["launches"]:
+            seconds = max(0.0, median(one["seconds"]) - kernel * one["launches"] * kernel_s)
+            found[one["kind"]].append((seconds / unit, one["weight"]))
         if one["kind"] == f"{HOST}plain" and len(one["seconds"]) > 1:
             spread.append(1.96 * stdev(map(math.log, one["seconds"])))
     known = {kind: _weighted_median(each) for kind, each in found.items()}
     factors = {kind: known.get(kind, factor) for kind, factor in pool.factors.items()}
     host = {name: known.get(HOST + name, seconds) for name, seconds in pool.host_s.items()}
-    kernel_s, both = known.get(KERNEL, pool.kernel_s), {**pool.spread, "host": max(spread)}
+    both = {**pool.spread, "host": max(spread)}
     names = [*factors, KERNEL, *(HOST + name for name in host)]
     speeds = Speeds(gpu.product or gpu.name, source, factors, kernel_s, host, both)
     return speeds, [name for name in names if name not in known]

@@ -91,7 +91,7 @@ class Look(TorchDispatchMode):
 
     def optimizers(self) -> Items:
         """Yield steps of AdamW over 20 tensors of 5 million fp32 parameters."""
-        for name, how in (("foreach", {"foreach": True}), ("fused", {"fused": True}), ("single", {"foreach": False})):
+        for name, how in (("foreach", {"foreach": True}), ("fused", {"fused": True})):
             ones = [torch.nn.Parameter(torch.ones(5_000_000 // self.scale, device=self.device)) for _ in range(20)]
             for one in ones:
                 one.grad = torch.ones_like(one)

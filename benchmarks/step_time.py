@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from vramsweep.harness.files.bounded_reads import error_reason, read_content
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.hardware.roofline import UNALIGNED, Work, arithmetic, peak_rates
-from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec.trial import Trial
 
 
@@ -63,30 +61,25 @@ def pooled() -> Speeds:
     return _SPEEDS.validate_json(Path(__file__).with_name("step_time_speeds.json").read_bytes())
 
 
-def load_speeds(path: Path) -> Speeds:
-    """Read a file of speeds. Raises UserError for one that cannot be read or has no speeds."""
-    try:
-        return _SPEEDS.validate_json(read_content(path))
-    except (OSError, ValidationError) as error:
-        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error_reason(error)
-        raise UserError(f"{path} has no speeds: {first}; gpu_check.py --only speeds makes such a file") from None
-
-
 def kernel_seconds(work: Work, gpu: Gpu, tf32: bool, speeds: Speeds) -> float | None:
     """Return the seconds of one operator on the GPU; None if it needs an unknown peak."""
     if (peak := peak_rates(gpu, tf32).get(arithmetic(work))) is None:
         return None
-    streamed = speeds.factors[work.kind if work.kind.startswith("optimizer") else "stream"]
-    computed = speeds.factors[_kind(work, tf32)] * work.flops / peak
-    return max(computed, streamed * work.nbytes / gpu.bandwidth) + work.launches * speeds.kernel_s
+    arithmetic_of, stream = factor_kinds(work, tf32)
+    computed = speeds.factors[arithmetic_of] * work.flops / peak if work.flops else 0.0
+    return max(computed, speeds.factors[stream] * work.nbytes / gpu.bandwidth) + work.launches * speeds.kernel_s
 
 
-def _kind(work: Work, tf32: bool) -> str:
-    """Return the kind of factor that an operator's arithmetic has."""
+def factor_kinds(work: Work, tf32: bool) -> tuple[str, str]:
+    """Return the kinds of factors that an operator's arithmetic and its traffic have; "" without arithmetic."""
+    stream = work.kind if work.kind.startswith("optimizer") else "stream"
+    if not work.flops:
+        return "", stream
     named = {"fp32": "tf32" if tf32 else "fp32", "3xtf32": "tf32"}.get(arithmetic(work), "half")
     if work.kind.startswith("attention"):
-        return "attention backward" if "backward" in work.kind else "attention forward"
-    return "product unaligned" if work.kind.startswith(UNALIGNED) and named == "half" else f"product {named}"
+        return "attention backward" if "backward" in work.kind else "attention forward", stream
+    unaligned = work.kind.startswith(UNALIGNED) and named == "half"
+    return "product unaligned" if unaligned else f"product {named}", stream
 
 
 def time_step(
@@ -111,5 +104,5 @@ def host_kind(trial: Trial) -> str:
     """Return the kind of the host's time a launch that a trial's settings mean."""
     if trial.sharding == "zero3":
         return "sharded"
-    torchao = "torchao" in trial.optimizer or trial.precision == "fp8"
+    torchao = trial.optimizer in ("adamw_torch_8bit", "adamw_torch_4bit") or trial.precision == "fp8"
     return "torchao" if torchao else "plain" if trial.checkpointing == "none" else "checkpointing"

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import least_squares
-from step_time import Speeds, StepTime, host_kind, time_step
+from step_time import Speeds, StepTime, factor_kinds, host_kind, time_step
 
 from vramsweep.harness.files import outputs
 from vramsweep.harness.hardware.gpu_lookup import gpu_named
@@ -62,6 +62,11 @@ class Timed:
     def launches(self) -> int:
         """Return the launches of the step."""
         return sum(work.launches * count for work, count in self.kernels)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Return the kinds of factors that the step's kernels have."""
+        return {name for work, _ in self.kernels for name in factor_kinds(work, self.tf32)}
 
     def predict(self, speeds: Speeds) -> StepTime:
         """Return the step's time by these speeds."""
@@ -119,7 +124,7 @@ def fit_speeds(rows: Sequence[Timed], host_of: str | None = None) -> Speeds:
         return np.concatenate([weights * errors / ERROR, (logs - np.log(start)) / wide])
 
     def made(values: Array, host: Mapping[str, float]) -> Speeds:
-        factors = {**dict(zip(names, map(float, values[:-1]), strict=True)), "optimizer single": float(values[6])}
+        factors = dict(zip(names, map(float, values[:-1]), strict=True))
         return Speeds("any", "", factors, float(values[-1]), host, {"gpu": 0.0, "host": 0.0})
 
     fitted = np.exp(least_squares(off, np.log(start), loss="soft_l1").x)
@@ -142,11 +147,21 @@ def predict_left_out(rows: Sequence[Timed], own_host: bool) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def tabulate(errors: pd.DataFrame, spread: Mapping[str, float]) -> pd.DataFrame:
-    """Return median, 90th percentile and share within the interval, of all rows and by what bounds them."""
+def find_spread(errors: pd.DataFrame) -> dict[str, float]:
+    """Return half the width of the 95 % interval of log(measured / predicted), by what bounds the prediction."""
+    return {str(name): float(mine["log"].abs().quantile(0.95)) for name, mine in errors.groupby("predicted")}
+
+
+def tabulate(errors: pd.DataFrame) -> pd.DataFrame:
+    """Return median, 90th percentile and share within the interval, of all rows and by what bounds them.
+
+    A model's interval is as wide as the errors of the other models are.
+    """
+    parts = [(mine, find_spread(errors[errors["model"].ne(model)])) for model, mine in errors.groupby("model")]
+    errors = pd.concat([mine.assign(wide=mine["predicted"].map(spread)) for mine, spread in parts])
     lines = []
     for name, mine in [("all", errors), *errors.groupby("bound_by")]:
-        size, wide = mine["error"].abs(), mine["predicted"].map(spread)
+        size, wide = mine["error"].abs(), mine["wide"]
         covered = (mine["log"].abs() <= wide).mean()
         lines.append({"rows": f"{name} ({len(mine)})", "median": f"{size.median():.1%}",
                       "90th percentile": f"{size.quantile(0.9):.1%}", "within the interval": f"{covered:.0%}",
@@ -163,11 +178,13 @@ def main(arguments: Iterable[str] | None = None) -> int:
     rows = read_rows(asked.kernels)
     left_out = partial(predict_left_out, rows)
     pooled = left_out(own_host=False)
-    spread = {str(name): float(mine["log"].abs().quantile(0.95)) for name, mine in pooled.groupby("predicted")}
-    print("host's time pooled\n", tabulate(pooled, spread).to_string(index=False))
-    print("host's time of the machine\n", tabulate(left_out(own_host=True), spread).to_string(index=False))
+    print("host's time pooled\n", tabulate(pooled).to_string(index=False))
+    print("host's time of the machine\n", tabulate(left_out(own_host=True)).to_string(index=False))
+    unseen = [name for name in START if not any(name in one.kinds for one in rows if one.bound_by == "gpu")]
+    unseen += sorted(HOST_S.keys() - {one.host for one in rows if one.bound_by == "host"})
     source = f"pooled: {len(rows)} measured steps on {len({one.gpu for one in rows})} GPUs"
-    speeds = replace(fit_speeds(rows), source=source, spread=spread)
+    source += f"; not measured, but assumed: {', '.join(unseen)}" * bool(unseen)
+    speeds = replace(fit_speeds(rows), source=source, spread=find_spread(pooled))
     print(json.dumps(asdict(speeds), indent=1))
     if asked.write is not None:
         outputs.write(asked.write, json.dumps(asdict(speeds), indent=1) + "\n")
