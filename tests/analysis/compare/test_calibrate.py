@@ -154,7 +154,7 @@ def test_pairs_are_of_equal_settings_on_the_same_card() -> None:
     assert len(pairs(table(sweep(lengths=(128,), batches=(1,))))) == 1
     for over in ({"gpu_name": "NVIDIA A100-SXM4-80GB"}, {"gpu_name": "NVIDIA Nonesuch"}, {"gpu_name": None},
                  {"micro_batch": 2}, {"optimizer_effective": "SGD"}, {"checkpointing": "full"}, {"step_median_s": None},
-                 {"outcome": "oom"}, {"foreign": "elsewhere"}):  # fmt: skip
+                 {"outcome": "oom"}, {"foreign": "elsewhere"}, {"bound_by": "host"}):  # fmt: skip
         assert pairs(table([estimated(128, 1), measured(128, 1) | over])).empty
     apart = measured(128, 1) | {"protocol": "paper", "allocator": "expandable"}
     assert len(pairs(table([estimated(128, 1), apart]))) == 1
