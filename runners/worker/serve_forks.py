@@ -3,9 +3,8 @@
 Requests come by a socket, each with a pipe for reports about its worker (messages: harness/process/fork_server.py). It
 runs no tensor operation, because a process that has started OpenMP's threads cannot be forked safely. One that has
 initialised CUDA cannot be forked at all, because CUDA does not work in a child of a process that has called cuInit. So
-before the first request it says whether its imports did, by the driver library that they loaded, if any. It never loads
-the library itself. torch.cuda.is_initialized() knows only about torch, but DeepSpeed before 0.19.4 makes a context on
-import if triton is installed.
+before the first request it says whether its imports did, by the driver library that they loaded, if any.
+torch.cuda.is_initialized() knows only about torch.
 """
 
 import contextlib
@@ -14,12 +13,11 @@ import gc
 import importlib.util
 import json
 import os
-import re
 import select
 import socket
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,7 @@ from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.rank import process_end
 from vramsweep.runners.worker import worker
 
-SUCCESS, NOT_INITIALIZED = 0, 3  # CUresult; any call before cuInit returns the second
-_LIBRARY = re.compile(r"\s(/\S*/libcuda\.so[.\d]*)(?: \(deleted\))?$", re.MULTILINE)
+NOT_INITIALIZED = 3  # CUresult of any call before cuInit
 
 
 def main(runner: str, requests: int, replies: int, parent: int) -> None:
@@ -167,44 +164,14 @@ def _become_worker(parent: int, attempt: str, environ: dict[str, str]) -> None:
         process_end.exit_now(status)
 
 
-def loaded(maps: str) -> str | None:
-    """Return the path of the driver library in the text of /proc/self/maps; None if it is not there."""
-    found = _LIBRARY.search(maps)
-    return found[1] if found else None
-
-
-def verdict(code: int, active: bool) -> str | None:
-    """Say why workers forked from this process could not use CUDA; None if they can.
-
-    `code` is the CUresult of cuDevicePrimaryCtxGetState, `active` says whether device 0 has a primary context.
-    """
-    if code == NOT_INITIALIZED:
-        return None
-    if code != SUCCESS:
-        return f"importing it left the CUDA driver with error {code}"
-    return "importing it makes a CUDA context" if active else "importing it initialises CUDA"
-
-
-def unclean(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Ask the loaded driver library why workers forked from this process could not use CUDA; None if they can."""
-    path = loaded(maps.read_text(errors="surrogateescape"))
-    if path is None:
-        return None
-    state = _state(path) or _state("libcuda.so.1")
-    if state is None:
-        return f"importing it loads {path}, which cannot report whether CUDA was initialised"
-    flags, active = ctypes.c_uint(), ctypes.c_int()
-    code = state(0, ctypes.byref(flags), ctypes.byref(active))
-    return verdict(int(code), bool(active.value))
-
-
-def _state(name: str) -> Callable[..., int] | None:
+def unclean() -> str | None:
+    """Return why workers forked from this process could not use CUDA; None if they can."""
     try:
-        library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        function: Callable[..., int] = library.cuDevicePrimaryCtxGetState
-    except (OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # nothing has loaded it
         return None
-    return function
+    code = driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(ctypes.c_uint()), ctypes.byref(ctypes.c_int()))
+    return None if code == NOT_INITIALIZED else f"importing it initialises CUDA (CUresult {code})"
 
 
 if __name__ == "__main__":

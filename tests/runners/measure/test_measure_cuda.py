@@ -34,7 +34,7 @@ from vramsweep.runners.measure import counters, flop_step
 from vramsweep.runners.measure.counters import Clock, Nvml
 from vramsweep.runners.measure.rank_instruments import Gauges
 from vramsweep.runners.measure.step_meter import REPLAYED, Meter, StepMeter, meter_spec
-from vramsweep.runners.worker import run_rank, serve_forks, worker
+from vramsweep.runners.worker import run_rank, worker
 
 MIB = 1 << 20
 UUID = "GPU-stand-in"
@@ -422,22 +422,3 @@ def test_once_cuda_has_started_libraries_read_the_cards_as_indices(card: Card, m
         monkeypatch.setattr(machine, "visible_gpus", lambda environ, cards=cards: cards)
         Gauges(torch.device("cuda", 0))
         assert os.environ["CUDA_VISIBLE_DEVICES"] == found
-
-
-def test_only_a_loaded_driver_library_is_asked(tmp_path: Path) -> None:
-    maps = "7f00-7f01 r-xp 0000 08:01 12      /usr/lib/x86_64-linux-gnu/libc.so.6\n"
-    assert serve_forks.loaded(maps) is None
-    for name in ("libcuda.so", "libcuda.so.1", "libcuda.so.550.54.15"):
-        assert serve_forks.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/{name}\n") == f"/usr/lib/{name}"
-    assert serve_forks.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcudart.so.12\n") is None
-    assert serve_forks.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcuda.so.1 (deleted)\n")
-    mine = tmp_path / "maps"
-    mine.write_text("7f02-7f03 r-xp 0000 08:01 13    /nowhere/libcuda.so.1\n")
-    assert "cannot report" in str(serve_forks.unclean(mine))  # and is not loaded for the question
-    assert serve_forks.unclean() is None
-
-
-@parametrized("driver_answers")
-def test_anything_but_not_initialised_is_not_clean(code: int, active: bool, reason: str | None) -> None:
-    found = serve_forks.verdict(code, active)
-    assert found is None if reason is None else reason in str(found)
