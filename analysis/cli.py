@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vramsweep.analysis.answers.answer_table import NAMES, read_question
 from vramsweep.analysis.data.groups import FREE
@@ -32,7 +32,7 @@ FIGURES = 12  # of fits that are drawn, at most
 
 def main(argv: list[str]) -> int:
     """Run one verb; return 0, or the verb's own status (compare). Raises UserError for what the user can fix."""
-    given = argparse.Namespace(words=argv, columns=None, mapping=None, settings=[])
+    given = argparse.Namespace(words=argv, columns=None, settings=[])
     return _VERBS[argv[0]](parser(argv[0]).parse_args(argv[1:], given)) or 0
 
 
@@ -56,6 +56,10 @@ def _tokens(text: str) -> float:
     return number
 
 
+def _mapping(_: str) -> NoReturn:
+    raise UserError("was removed; name a CSV's columns in order with --columns, and values of all lines with --set")
+
+
 def _curves(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
@@ -76,7 +80,7 @@ def _sizes(text: str) -> list[float]:
 
 
 def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
-    given = arguments.columns, arguments.mapping, arguments.settings
+    given = arguments.columns, arguments.settings
     table, notes = open_rows(path, *given) if path else open_together(arguments.rows, arguments.names, *given)
     for note in (*notes, *table.warnings):
         print(f"note: {note}", file=sys.stderr)
@@ -153,7 +157,7 @@ def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> 
 
 
 def _refuse_inputs(arguments: argparse.Namespace, out: Path) -> None:
-    for source in filter(None, (*arguments.rows, arguments.prediction, arguments.mapping)):
+    for source in filter(None, (*arguments.rows, arguments.prediction)):
         outputs.refuse_input(out, source)
 
 
@@ -208,7 +212,6 @@ def _paper(arguments: argparse.Namespace) -> None:
     folder = arguments.out or sweep_of(arguments.rows[0]) / "paper"
     given = [f"--ranks={arguments.ranks}"] if arguments.ranks != "worst" else []
     given += [f"--columns={arguments.columns}"] if arguments.columns else []
-    given += ["--mapping", str(arguments.mapping)] if arguments.mapping else []
     given += [f"--set={one}" for one in arguments.settings]
     fitting = Fitting(arguments.start, arguments.stop, arguments.curves)
     ends = (("from", fitting.start), ("to", fitting.stop), ("curves", ",".join(fitting.curves) or None))
@@ -332,6 +335,6 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 # What a type or choices of options.json stand for.
 _NAMED: dict[str, Any] = {
     "path": Path, "number": float, "figure": FIGURE, "page": PAGE, "table": OutFile((".csv", ".parquet")),
-    "tokens": _tokens, "curves": _curves, "images": _images, "sizes": _sizes,
+    "mapping": _mapping, "tokens": _tokens, "curves": _curves, "images": _images, "sizes": _sizes,
     "metrics": list(METRICS), "axes": list(FREE), "ranks": HOW, "answers": NAMES,
 }  # fmt: skip

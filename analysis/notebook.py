@@ -42,16 +42,15 @@ def load(
     source: Given,
     *,
     columns: str | None = None,
-    mapping: str | os.PathLike[str] | None = None,
     settings: Mapping[str, Any] | None = None,
     ranks: str = "worst",
 ) -> Rows:
     """Return the rows of a results folder, a journal, a CSV or a Parquet file: one for each finished trial, typed, null
     if unknown.
 
-    `columns`, `mapping` and `settings` are for imported files, as `--columns`, `--mapping` and `--set` of the command
-    line; `ranks` is worst, min, mean or max. `frame.attrs` has "units" (of each column), "source" and "notes" (what was
-    left out or flagged). `units(frame)` is a table of the first. Memory is in bytes; `gib(frame)` converts it to GiB.
+    `columns` and `settings` are for imported files, as `--columns` and `--set` of the command line; `ranks` is worst,
+    min, mean or max. `frame.attrs` has "units" (of each column), "source" and "notes" (what was left out or flagged).
+    `units(frame)` is a table of the first. Memory is in bytes; `gib(frame)` converts it to GiB.
 
     >>> rows = load("results/qwen0.5b-torch-cuda")
     >>> rows.groupby("micro_batch").peak_allocated_bytes.max()
@@ -60,7 +59,7 @@ def load(
         return _rows(reading.from_frame(source, _source(source)))
     suggestions.check_listed(f"ranks={ranks}", "way to combine ranks", ranks, HOW)
     said = [f"{name}={value}" for name, value in (settings or {}).items()]
-    table, notes = importers.open_rows(Path(source), columns, None if mapping is None else Path(mapping), said)
+    table, notes = importers.open_rows(Path(source), columns, said)
     return _rows(over_ranks(table, ranks), notes)
 
 

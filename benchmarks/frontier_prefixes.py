@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument("--axis", default="seq_len")
     arguments = parser.parse_args()
-    table, _ = open_rows(arguments.rows, arguments.columns, None, arguments.settings)
+    table, _ = open_rows(arguments.rows, arguments.columns, arguments.settings)
     found = ask(table, arguments.axis)
     for one in found:
         print(f"{'holds ' if one.holds else 'MISSES'} up to {one.upto:,.0f}, {one.gib:.2f} GiB: {one.truth} in "

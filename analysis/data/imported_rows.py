@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.load import Table, converted, from_frame
-from vramsweep.analysis.data.mapping import COUNTS, MEASURED, PER_RANK, FileMapping, Place, Source
+from vramsweep.analysis.data.mapping import COUNTS, MEASURED, PER_RANK, FileMapping, Source
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_count
 from vramsweep.harness.rows.schema import BY_NAME, Outcome
@@ -44,7 +44,7 @@ def to_table(cells: pd.DataFrame, mapping: FileMapping, origin: str, label: str,
     `cells` has a row a line and the file's columns in order. `origin` is its path, `label` what rows hold as `foreign`.
     What is assumed is added to `notes`. Raises UserError if a column is missing or nothing was measured.
     """
-    frame, ranks = _values(cells, mapping, origin, notes)
+    frame, ranks = _values(cells, mapping, notes)
     frame["line"] = np.arange(1, len(frame) + 1)
     if ranks:
         if "world_size" not in frame:
@@ -56,7 +56,7 @@ def to_table(cells: pd.DataFrame, mapping: FileMapping, origin: str, label: str,
     if not measured and frame["outcome"].isna().all():
         raise UserError(
             f"{origin} has no measured column among {', '.join(sorted(mapping.columns))}; name one such as "
-            "peak_reserved_mib or iterations_per_s with --columns or --mapping"
+            "peak_reserved_mib or iterations_per_s with --columns"
         )
     anything = frame[measured].notna().any(axis=1)
     frame["outcome"] = frame["outcome"].fillna(anything.map({True: "ok", False: "bad_result"}).astype("string"))
@@ -67,11 +67,9 @@ def to_table(cells: pd.DataFrame, mapping: FileMapping, origin: str, label: str,
     return from_frame(frame, origin, None)
 
 
-def _values(
-    cells: pd.DataFrame, mapping: FileMapping, origin: str, notes: list[str]
-) -> tuple[pd.DataFrame, dict[str, Floats]]:
+def _values(cells: pd.DataFrame, mapping: FileMapping, notes: list[str]) -> tuple[pd.DataFrame, dict[str, Floats]]:
     """Return our columns, a row a line, and by column each rank's values, (lines, ranks) with NaN for unknown."""
-    read = {source: [_column(cells, place, origin) for place in source.places] for source in mapping.sources}
+    read = {source: [cells.iloc[:, place - 1] for place in source.places] for source in mapping.sources}
     frame = pd.DataFrame(index=cells.index)
     for name, value in mapping.constants.items():
         kind = BY_NAME[name].type
@@ -92,15 +90,6 @@ def _values(
         if source.inverse:
             notes.append(f"{source.name} is read as optimizer steps per second; the step time is its inverse")
     return frame, ranks
-
-
-def _column(cells: pd.DataFrame, place: Place, origin: str) -> pd.Series[Any]:
-    names = [str(name) for name in cells.columns]
-    at = place - 1 if isinstance(place, int) else names.index(place) if place in names else -1
-    if not 0 <= at < len(names):
-        listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-        raise UserError(f"{origin} has no column {place}; it has {listed}")
-    return cells.iloc[:, at]
 
 
 def _of_source(columns: Sequence[pd.Series[Any]], source: Source, notes: list[str]) -> list[Any]:
@@ -130,7 +119,7 @@ def _not_measured(value: pd.Series[Any], source: Source) -> dict[str, pd.Series[
     """Return masks of impossible numbers (infinite, negative, ...), by their name in words."""
     found = {"infinite value": value.abs().eq(np.inf)}
     at_least_one = source.column in COUNTS
-    if source.zero_is_missing or source.inverse or at_least_one:
+    if source.column in MEASURED or source.inverse or at_least_one:
         found["zero"] = value.eq(0)
     if source.kind is int:
         found["oversized value"] = (value * source.scale).abs().ge(2.0**63) & ~found["infinite value"]

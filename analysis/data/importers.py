@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pandas as pd
 
 from vramsweep.analysis.data.imported_rows import OUT_OF_MEMORY, to_table
 from vramsweep.analysis.data.load import Table, from_frame, load
-from vramsweep.analysis.data.mapping import TARGETS, FileMapping, by_name, by_position, from_file, from_settings
+from vramsweep.analysis.data.mapping import TARGETS, FileMapping, by_name, by_position, from_settings
 from vramsweep.harness.files.bounded_reads import LIMIT, read_content
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.schema import BY_NAME
@@ -81,17 +82,13 @@ _SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 Lines = list[tuple[int, list[str]]]  # the cells of each line, with its number in the file
 
 
-def open_rows(
-    path: Path, columns: str | None = None, mapping: Path | None = None, settings: Sequence[str] = ()
-) -> tuple[Table, list[str]]:
+def open_rows(path: Path, columns: str | None = None, settings: Sequence[str] = ()) -> tuple[Table, list[str]]:
     """Return a table from our own files or from an imported one, and what was assumed.
 
-    A CSV without header needs `columns`, names by position, or a `mapping` file. Four numbers a line are read as
+    A CSV without header needs `columns`, names by position. Four numbers a line are read as
     length, active MiB, reserved MiB, iterations/s, with a note. `settings` are constants, `seq_len=2048`. Raises
     UserError if the file or its columns cannot be read.
     """
-    if columns and mapping:
-        raise UserError("--columns and --mapping both name the columns; give one of them, and constants with --set")
     constants = from_settings(settings)
     if path.suffix == ".json" and path.is_file():
         raise UserError(
@@ -99,14 +96,13 @@ def open_rows(
             "to a CSV with a line per run"
         )
     if path.suffix != ".csv" or not path.is_file() or _is_ours(path):
-        given = columns or mapping or settings
-        note = f"{path} is not an imported CSV, so --columns, --mapping and --set do not apply"
-        return load(path), [note] if given else []
-    return read_csv(path, columns, mapping, constants)
+        note = f"{path} is not an imported CSV, so --columns and --set do not apply"
+        return load(path), [note] if columns or settings else []
+    return read_csv(path, columns, constants)
 
 
 def open_together(
-    paths: Sequence[Path], names: str | None, columns: str | None, mapping: Path | None, settings: Sequence[str]
+    paths: Sequence[Path], names: str | None, columns: str | None, settings: Sequence[str]
 ) -> tuple[Table, list[str]]:
     """Return one table of several files as `open_rows` reads each, and what was assumed.
 
@@ -122,7 +118,7 @@ def open_together(
             f"--names {names}: {len(values)} names for {len(paths)} files; give each file its own name, in order"
         )
     own = [[f"{axis or 'allocator'}={value}"] for value in values] or [[] for _ in paths]
-    opened = [open_rows(path, columns, mapping, [*settings, *more]) for path, more in zip(paths, own, strict=True)]
+    opened = [open_rows(path, columns, [*settings, *more]) for path, more in zip(paths, own, strict=True)]
     notes = list(dict.fromkeys(note for _, of_file in opened for note in of_file))
     if len(opened) == 1:
         return opened[0][0], notes
@@ -140,9 +136,7 @@ def _is_ours(path: Path) -> bool:
         return {"trial_id", "outcome"} <= {cell.strip().strip('"') for cell in stream.readline(LIMIT).split(",")}
 
 
-def read_csv(
-    path: Path, columns: str | None, mapping_file: Path | None, constants: Mapping[str, Any]
-) -> tuple[Table, list[str]]:
+def read_csv(path: Path, columns: str | None, constants: Mapping[str, Any]) -> tuple[Table, list[str]]:
     """Return the table of an imported CSV, with or without header, and what was assumed. Raises UserError if it cannot
     be read so."""
     notes: list[str] = []
@@ -154,31 +148,26 @@ def read_csv(
     if not lines:
         raise UserError(f"{path} has a header ({', '.join(first)[:60]}) but no line below it")
     width = len(first) if header else _width(lines)
-    mapping = _declared(path, columns, mapping_file, first if header else None, width, lines, notes)
-    mapping = mapping.with_constants(constants)
+    mapping = _declared(path, columns, first if header else None, width, lines, notes)
+    mapping = replace(mapping, constants=constants)
     if mapping.width and not header and width < mapping.width and all(_ran_out(cells) for _, cells in lines):
         width = mapping.width  # every line ran out of memory
     if mapping.width and mapping.width != width:
         raise UserError(f"{path} has {width} columns, but --columns names {mapping.width}: {columns or _BARE}")
     if "seq_len" not in mapping.columns:
-        named = ", ".join(sorted(mapping.columns) if columns or mapping_file else first)
+        named = ", ".join(sorted(mapping.columns) if columns else first)
         raise UserError(
             f"{path}: no column seq_len among {named[:200]}; name the columns with --columns (our column names, memory "
             "also as ..._mib or ..._gib), or give the length of all lines with --set seq_len=2048"
         )
-    names = first if header else [str(position) for position in range(1, width + 1)]
     cells = pd.DataFrame(_padded(lines, width, path, notes), dtype="string")
-    cells.columns = pd.Index(names)
     return to_table(cells, mapping, str(path), path.name, notes), notes
 
 
 def _declared(
-    path: Path, columns: str | None, mapping_file: Path | None, header: list[str] | None, width: int, lines: Lines,
-    notes: list[str],
-) -> FileMapping:  # fmt: skip
+    path: Path, columns: str | None, header: list[str] | None, width: int, lines: Lines, notes: list[str]
+) -> FileMapping:
     """Return the mapping that was given, or that of a header with known names, or of four numbers a line."""
-    if mapping_file:
-        return from_file(mapping_file)
     if columns:
         if header:
             notes.append(f"{path.name}: --columns replaces its header ({', '.join(header)[:200]})")
@@ -194,10 +183,7 @@ def _declared(
         return by_name([ours for _, ours in pairs])
     only_out = width < 4 and all(_ran_out(cells) for _, cells in lines)
     if width != (bare := by_position(_BARE)).width and not only_out:
-        raise UserError(
-            f"{path} has no header; name its {width} columns with --columns seq_len,peak_allocated_mib,... or "
-            "--mapping FILE"
-        )
+        raise UserError(f"{path} has no header; name its {width} columns with --columns seq_len,peak_allocated_mib,...")
     notes.append(f"{path.name} has no header; its columns were read as {_BARE} (name others with --columns)")
     return bare
 

@@ -1,6 +1,6 @@
 """Mapping of an imported file: the source and unit of each of our columns, and the constants.
 
-A `FileMapping` holds it, from `--columns`, a `--mapping` file or a header with our names. `--set` adds constants.
+A `FileMapping` holds it, from `--columns` or a header with our names. `--set` adds constants.
 """
 
 from __future__ import annotations
@@ -10,18 +10,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB
-from vramsweep.harness.files import plain_json
-from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.schema import BY_NAME, Outcome
-
-Place = str | int  # a column of the file, by name or by position from 1
 
 
 @dataclass(frozen=True)
@@ -58,16 +53,19 @@ _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of one of our columns: `name` as declared, `places` one column, or one per rank in order.
+    """Origin of one of our columns: `name` as declared, `places` one column, from 1, or one per rank in order.
 
     A value is cell x scale in the unit of the column, or 1 / (cell x scale) if the name is that of a rate.
     """
 
     name: str
-    places: tuple[Place, ...]
-    scale: float = 1.0
-    zero_is_missing: bool = False
+    places: tuple[int, ...]
     per_rank: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of a cell that its name implies."""
+        return TARGETS[self.name].factor
 
     @property
     def inverse(self) -> bool:
@@ -139,12 +137,6 @@ class FileMapping:
         """Names of our columns that the file or a constant gives."""
         return {*(source.column for source in self.sources), *self.constants}
 
-    def with_constants(self, constants: Mapping[str, Any]) -> FileMapping:
-        """Return this mapping with more constants. Raises UserError if one is given already."""
-        if twice := sorted(set(constants) & set(self.constants)):
-            raise UserError(f"{twice[0]} is a constant of the mapping file and of --set; give it once")
-        return replace(self, constants={**self.constants, **constants})
-
 
 def by_position(text: str) -> FileMapping:
     """Parse `seq_len,8*(peak_active_mib,peak_reserved_mib),-`: names by position, `N*()` once per rank, `-` to skip.
@@ -159,7 +151,7 @@ def by_position(text: str) -> FileMapping:
             raise UserError(
                 f"--columns names {name} {times} times; name it once, skip others by -, ranks as {_EXAMPLE}"
             )
-    places: dict[tuple[str, bool], list[Place]] = {}
+    places: dict[tuple[str, bool], list[int]] = {}
     position = 0
     for names, ranks in parts:
         for _ in range(ranks or 1):
@@ -167,7 +159,7 @@ def by_position(text: str) -> FileMapping:
                 position += 1
                 if name != "-":
                     places.setdefault((name, ranks is not None), []).append(position)
-    sources = tuple(_source(name, tuple(found), per_rank=per_rank) for (name, per_rank), found in places.items())
+    sources = tuple(Source(name, tuple(found), per_rank) for (name, per_rank), found in places.items())
     return FileMapping(sources, width=position)
 
 
@@ -189,67 +181,7 @@ def by_name(names: Sequence[str]) -> FileMapping:
 
     Raises UserError if two of them are one column of ours.
     """
-    return FileMapping(tuple(_source(name, (position,)) for position, name in enumerate(names, 1) if name))
-
-
-def from_file(path: Path) -> FileMapping:
-    """Read a mapping from JSON: our names (with any unit) to theirs, or to positions from 1.
-
-    `{"seq_len": "Length", "peak_allocated_gb": 2, "step_median_s": {"from": "t", "scale": 60},
-    "peak_reserved_mib": {"ranks": [3, 5], "zero_is_missing": false}, "micro_batch": {"value": 8}}`.
-    Raises UserError if it cannot be read, and for names that are not ours.
-    """
-    try:
-        found = plain_json.read(read_content(path), object_pairs_hook=_once)
-    except OSError as error:
-        raise UserError(f"cannot read the mapping {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"cannot read the mapping {path} as JSON: {error!s:.200}") from None
-    if not isinstance(found, dict):
-        raise UserError(f'the mapping {path} must be a JSON object such as {{"seq_len": "Length"}}')
-    sources: list[Source] = []
-    constants: dict[str, Any] = {}
-    for name, rule in found.items():
-        column = target(name, str(path)).column
-        if not isinstance(rule, dict):
-            rule = {"from": rule}
-        if set(rule) == {"value"}:
-            if column in constants:
-                raise UserError(f"{path}: {column} has two values; give it once")
-            constants[column] = constant(name, rule["value"], str(path))
-        else:
-            sources.append(_rule(name, rule, path))
-    return FileMapping(tuple(sources), constants)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is given twice")
-    return found
-
-
-def _rule(name: str, rule: Mapping[str, Any], path: Path) -> Source:
-    per_rank = "ranks" in rule
-    places: Any = rule.get("ranks") if per_rank else [rule.get("from")]
-    scale, zero = rule.get("scale", 1.0), rule.get("zero_is_missing")
-    allowed = {"ranks" if per_rank else "from", "scale", "zero_is_missing"}
-    listed = isinstance(places, list) and len(places) > 0 and all(type(place) in (str, int) for place in places)
-    scaled = type(scale) in (int, float) and scale != 0 and math.isfinite(scale)
-    if not (set(rule) <= allowed and listed and scaled and (zero is None or isinstance(zero, bool))):
-        raise UserError(
-            f"{path}: {name} cannot be {json.dumps(rule)}; allowed: a column's name or position, "
-            '{"from": either, "scale": 1e6, "zero_is_missing": true}, {"ranks": [a column for each]}, {"value": 4}'
-        )
-    return _source(name, tuple(places), float(scale), zero, per_rank)
-
-
-def _source(
-    name: str, places: tuple[Place, ...], scale: float = 1.0, zero: bool | None = None, per_rank: bool = False
-) -> Source:
-    """Build a source with what its name implies: the unit, and that a 0 was not measured."""
-    found = TARGETS[name]
-    return Source(name, places, scale * found.factor, found.column in MEASURED if zero is None else zero, per_rank)
+    return FileMapping(tuple(Source(name, (position,)) for position, name in enumerate(names, 1) if name))
 
 
 def from_settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -265,36 +197,36 @@ def from_settings(settings: Sequence[str]) -> dict[str, Any]:
         column = target(name, "--set").column
         if column in found:
             raise UserError(f"--set gives {column} twice; give it once")
-        found[column] = constant(name, text, "--set")
+        found[column] = _constant(name, text)
     return found
 
 
-def constant(name: str, value: Any, said: str) -> Any:
+def _constant(name: str, value: str) -> Any:
     """Return a value in the type and unit of the column that `name` stands for. Raises UserError if it does not fit."""
-    to = target(name, said)
+    to = target(name, "--set")
     kind = BY_NAME[to.column].type
     if kind is list:
-        raise UserError(f"{said}: {name} holds a list in every row, so it cannot be one value; name a column for it")
+        raise UserError(f"--set: {name} holds a list in every row, so it cannot be one value; name a column for it")
     fits: Any = None
     if kind is str:
-        fits = str(value) if isinstance(value, str | int | float) and value != "" else None
+        fits = value or None
     elif kind is bool:
-        fits = {"true": True, "false": False}.get(str(value).lower())
-    elif not isinstance(value, bool):
+        fits = {"true": True, "false": False}.get(value.lower())
+    else:
         try:
             number = float(value) * to.factor
             number = 1 / number if to.inverse else number
-        except (TypeError, ValueError, ZeroDivisionError):
+        except (ValueError, ZeroDivisionError):
             number = math.nan
         if math.isfinite(number) and (kind is float or to.factor != 1 or number.is_integer()):
             fits = number if kind is float else round(number)
     if fits is None:
         expected = _TYPES[float if kind is int and to.factor != 1 else kind]
-        raise UserError(f"{said}: {name} is {expected}, not {json.dumps(value)}")
+        raise UserError(f"--set: {name} is {expected}, not {json.dumps(value)}")
     if to.column in COUNTS and fits < 1:
-        raise UserError(f"{said}: {name} is 1 or more, not {fits}")
+        raise UserError(f"--set: {name} is 1 or more, not {fits}")
     if to.column == "outcome":
-        suggestions.check_listed(f"{said}: outcome={value}", "outcome", fits, Outcome)
+        suggestions.check_listed(f"--set: outcome={value}", "outcome", fits, Outcome)
     return fits
 
 

@@ -260,11 +260,6 @@ def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
         write_parquet(table.frame, folder / "rows.parquet")
         return ["rows/rows.parquet", *(word for word in words if word.startswith(("--from", "--to", "--curves")))]
     _copy(source, folder, Path(source.name))
-    if "--mapping" in words:
-        at = words.index("--mapping") + 1
-        copied = Path(f"mapping-{Path(words[at]).name.removeprefix('mapping-')}")
-        _copy(Path(words[at]), folder, copied)
-        words[at] = f"rows/{copied}"
     return [f"rows/{source.name}", *words]
 
 

@@ -8,6 +8,7 @@ import pytest
 import synthetic
 from conftest import ROOT, Cli, cases, parametrized, refusal
 
+from vramsweep.analysis.cli import parser
 from vramsweep.analysis.data.importers import open_rows, our_name
 from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import METRICS
@@ -45,22 +46,6 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
     assert table.frame["peak_allocated_bytes"].tolist() == [1536 * MIB, 2560 * MIB]
     assert table.frame["micro_batch"].tolist() == [4, 4]
     assert "name its 3 columns" in refusal(UserError, open_rows, tmp_path / "x.csv")
-
-
-def test_a_mapping_file_names_columns_units_and_constants(tmp_path: Path) -> None:
-    mapping = tmp_path / "mapping.json"
-    mapping.write_text("""{
-        "seq_len": "Length", "micro_batch": {"value": 8}, "model": {"value": "theirs"},
-        "peak_allocated_bytes": {"from": "VRAM (GB)", "scale": 1e9}, "iterations_per_s": {"from": "it/s", "scale": 0.5}
-    }""")
-    table, _ = opened(tmp_path, "Length,VRAM (GB),it/s\n128,1.5,2\n256,2.5,1\n512,n/a,1\n", mapping=mapping)
-    assert table.frame["peak_allocated_bytes"].tolist()[:2] == [1_500_000_000, 2_500_000_000]
-    assert pd.isna(table.frame["peak_allocated_bytes"].iloc[2])
-    assert table.frame["step_median_s"].tolist() == [1.0, 2.0, 2.0]
-    assert table.frame["tokens_per_s"].iloc[0] == 128 * 8
-    mapping.write_text('{"seq_len": 1, "peak_reserved_bytes": {"from": 2, "scale": 1e9}}')
-    table, _ = opened(tmp_path, "128,1.5\n256,2.5\n", mapping=mapping)
-    assert table.frame["peak_reserved_bytes"].tolist() == [1_500_000_000, 2_500_000_000]
 
 
 def test_a_file_that_is_none_of_these_says_so(tmp_path: Path) -> None:
@@ -173,21 +158,19 @@ def test_a_run_with_one_rank_out_of_memory_ran_out_of_it(tmp_path: Path) -> None
     assert table.frame["peak_reserved_bytes"].tolist()[1] == 12 * MIB
 
 
-def test_a_mapping_file_can_say_what_a_command_line_can(tmp_path: Path) -> None:
-    text, mapping = "Length,A0,R0,A1,R1,it/s\n64,1,3,0,0,2\n64,0,0,2,4,2\n", tmp_path / "mapping.json"
-    mapping.write_text("""{
-        "seq_len": "Length", "iterations_per_s": "it/s", "device_total_gib": {"value": 0.5},
-        "peak_active_mib": {"ranks": ["A0", "A1"], "zero_is_missing": false},
-        "peak_reserved_bytes": {"ranks": [3, 5], "scale": 1048576}
-    }""")
-    frame = opened(tmp_path, text, mapping=mapping, settings=["micro_batch=3"])[0].frame
-    assert len(frame) == 2 and frame["device_total_bytes"].tolist() == [2**29] * 2  # its zeros are reports
-    assert [list(v) for v in frame["rank_peak_active_bytes"]] == [[MIB, 0], [0, 2 * MIB]]
-    assert [list(v) for v in frame["rank_peak_reserved_bytes"]] == [[3 * MIB, None], [None, 4 * MIB]]
-    assert frame["tokens_per_s"].tolist() == [64 * 3 * 2 * 2.0] * 2
+def test_lines_of_single_ranks_are_one_run(tmp_path: Path) -> None:
+    text = "Length,A0,R0,A1,R1,it/s\n64,1,3,0,0,2\n64,0,0,2,4,2\n"
     columns = "seq_len,2*(peak_active_mib,peak_reserved_mib),iterations_per_s"
-    same = opened(tmp_path, text, columns, settings=["device_total_mib=512"])[0].frame
-    assert len(same) == 1 and list(same["rank_peak_active_bytes"].iloc[0]) == [MIB, 2 * MIB]
+    frame = opened(tmp_path, text, columns, settings=["device_total_gib=0.5", "micro_batch=3"])[0].frame
+    assert len(frame) == 1 and frame["device_total_bytes"].tolist() == [2**29]
+    assert list(frame["rank_peak_active_bytes"].iloc[0]) == [MIB, 2 * MIB]  # its zeros were not measured
+    assert list(frame["rank_peak_reserved_bytes"].iloc[0]) == [3 * MIB, 4 * MIB]
+    assert frame["tokens_per_s"].tolist() == [64 * 3 * 2 * 2.0]
+
+
+def test_the_removed_mapping_file_names_what_replaces_it() -> None:
+    said = refusal(UserError, parser("fit").parse_args, ["rows.csv", "--mapping", "mapping.json"])
+    assert said.startswith("--mapping: was removed; name a CSV's columns in order with --columns")
 
 
 def test_tokens_per_s_count_batch_accumulation_and_ranks_and_say_what_they_assume(tmp_path: Path) -> None:
@@ -255,13 +238,6 @@ def test_mistakes_on_the_command_line_are_named(tmp_path: Path, columns: str, se
     with pytest.raises(UserError, match=message) as caught:
         opened(tmp_path, FOUR, columns or None, settings=settings.split())
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("mapping", "text"), cases("mapping_mistakes"))
-def test_mistakes_in_a_mapping_file_are_named(tmp_path: Path, mapping: str, text: str) -> None:
-    (tmp_path / "m.json").write_text(mapping)
-    with pytest.raises(UserError, match=text):
-        opened(tmp_path, FOUR, mapping=tmp_path / "m.json", settings=["micro_batch=2"])
 
 
 @parametrized("import_contents")
