@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from statistics import median, stdev
 from typing import Any
 
-from step_time import Speeds, pooled
-
 from vramsweep.harness.hardware.gpu_lookup import Gpu, peak_of
+from vramsweep.harness.hardware.step_time import Speeds, pooled
 
 KERNEL, HOST = "kernel", "host "  # other kinds than those of factors: a tiny kernel; calls that only the host limits
 

@@ -40,7 +40,8 @@ UNTIMED = "no estimated times"  # beginning of a row's note on it
 OTHER_TOOLS = "other-tools.json"  # next to the files of runs
 MOVING = 0.01  # least share of activations in a peak that counts as depending on batch and length
 SPEED = ("world_size", "estimated_compute_s", "estimated_attention_s", "estimated_memory_s", "estimated_launch_s",
-         "estimated_communication_s", "estimated_launches")  # fmt: skip
+         "estimated_communication_s", "estimated_launches", "calibrated_step_s", "calibrated_step_low_s",
+         "calibrated_step_high_s")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Fit the model of a step's time (step_time.py) to measured steps, and judge it on what it did not see.
+"""Fit the model of a step's time (harness/hardware/step_time.py) to measured steps, and judge it on what it did not see.
 
-    python benchmarks/step_times.py [--kernels FOLDER] [--write benchmarks/step_time_speeds.json]
+    python benchmarks/step_times.py [--kernels FOLDER] [--write harness/hardware/step_time.json]
 
 Traces the trials of bound_rows.tsv: measured rows of two GPUs, and whether the GPU or the host bounded each. Each trace
 runs in a process of its own, and FOLDER keeps its kernels for the next time. Factors are fitted to rows that the GPU
@@ -23,13 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import least_squares
-from step_time import Speeds, StepTime, factor_kinds, host_kind, time_step
 
 from vramsweep.harness.files import outputs
 from vramsweep.harness.hardware.gpu_lookup import gpu_named
 from vramsweep.harness.hardware.roofline import Work, merge_work
+from vramsweep.harness.hardware.step_time import Speeds, StepTime, factor_kinds, time_step
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec import trial_parser
+from vramsweep.runners.predict.predicted_row import host_kind
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = Path(__file__).with_name("bound_rows.tsv")
@@ -182,7 +183,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     print("host's time of the machine\n", tabulate(left_out(own_host=True)).to_string(index=False))
     unseen = [name for name in START if not any(name in one.kinds for one in rows if one.bound_by == "gpu")]
     unseen += sorted(HOST_S.keys() - {one.host for one in rows if one.bound_by == "host"})
-    source = f"pooled: {len(rows)} measured steps on {len({one.gpu for one in rows})} GPUs"
+    source = f"{len(rows)} measured steps on {len({one.gpu for one in rows})} GPUs"
     source += f"; not measured, but assumed: {', '.join(unseen)}" * bool(unseen)
     speeds = replace(fit_speeds(rows), source=source, spread=find_spread(pooled))
     print(json.dumps(asdict(speeds), indent=1))

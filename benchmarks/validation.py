@@ -232,6 +232,37 @@ def _cell_text(line: Mapping[str, Any] | pd.Series[Any], column: str) -> str:
     return gib(line[column]) + " GiB" if line["quantity"] in MEMORY else f"{line[column]:.4g} s"
 
 
+def of_speed(found: pd.DataFrame) -> pd.DataFrame:
+    """Tabulate errors of seconds a step by source and GPU: of the roofline, and of the calibrated time with its interval.
+
+    `within` is the share of readings within the interval. Readings that are the same trial's count once.
+    """
+    speed = found[found["quantity"].isin(SPEED) & found["error"].notna() & ~found["again"]].reset_index(drop=True)
+    if speed.empty or "calibrated_step_s" not in speed:
+        return pd.DataFrame()
+    took, low, step, high = (
+        speed[name].astype(float)
+        for name in ("measured", "calibrated_step_low_s", "calibrated_step_s", "calibrated_step_high_s")
+    )
+    speed["off"], speed["within"] = step / took - 1, took.between(low, high).where(step.notna())
+    lines = []
+    groups: list[tuple[Any, pd.DataFrame]] = [*speed.groupby(["title", "gpu"], sort=False), (("all", ""), speed)]
+    for names, mine in groups:
+        off, within = mine["off"].dropna(), mine["within"].dropna()
+        lines.append(
+            dict(zip(("source", "GPU"), map(str, names), strict=True))
+            | {
+                "readings": str(len(mine)),
+                "estimated: median, signed": percent(mine["error"].median()),
+                "calibrated: median, signed": percent(off.median()),
+                "median": size(float(off.abs().median())),
+                "90th percentile": size(float(off.abs().quantile(0.9))),
+                "within the interval": f"{int(within.sum())} of {len(within)}",
+            }
+        )
+    return pd.DataFrame(lines)
+
+
 def worst(values: pd.Series[float]) -> float:
     """Return the value that is farthest from zero, with its sign."""
     return float(values.iloc[int(np.argmax(values.abs().to_numpy(float)))])

@@ -16,7 +16,6 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
-from speed_factors import of_speed
 from validation import (
     GIB,
     MEMORY,
@@ -25,6 +24,7 @@ from validation import (
     of_class,
     of_misses,
     of_outcomes,
+    of_speed,
     of_summary,
     other_tools_errors,
     percent,
@@ -47,7 +47,8 @@ NEAR = 0.01  # errors up to it are counted
 _RANKS = re.compile(r"; active \d+ to \d+, reserved \d+ to \d+")  # the peaks of a run's ranks, in its note
 _SPEED = """\
 Errors of seconds a step. *estimated* is the roofline estimate, the longer of computation and communication.
-*calibrated* multiplies it by factors from all other sources, those of the same GPU if another source has it."""
+*calibrated* is `calibrated_step_s`, whose speeds were fitted to an H100's and an H200's steps, not to these readings.
+Readings without a kind of kernel that has a known peak have neither."""
 _OLDER = """\
 `+versions` makes a prediction allocate what an earlier version of a library allocates. The table has the errors with
 these known differences and without them."""

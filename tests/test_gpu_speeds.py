@@ -10,10 +10,10 @@ import speed_readings
 import torch
 from measured_speeds import make_speeds
 from speed_readings import Look, main
-from step_time import kernel_seconds, pooled
 
 from vramsweep.harness.hardware.gpu_lookup import gpu_named
 from vramsweep.harness.hardware.roofline import Work
+from vramsweep.harness.hardware.step_time import kernel_seconds, pooled
 
 SECONDS = [0.002, 0.001, 0.003]
 

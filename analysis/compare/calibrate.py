@@ -8,8 +8,8 @@ their peaks.
 
 Rows of several ranks are left out, because how far their communication overlaps is a question of its own.
 
-`fitted_step_s` comes from rows of the user's own GPU. `calibrated_step_s`, in every simulated row, comes from published
-speeds (harness/hardware/roofline.py). Both are estimates: they never enter a measured column, figure or fit.
+`fitted_step_s` comes from rows of the user's own GPU. `calibrated_step_s`, in every simulated row, comes from speeds
+of other runs (harness/hardware/step_time.py). Both are estimates: they never enter a measured column, figure or fit.
 """
 
 from collections.abc import Iterable, Sequence

@@ -142,7 +142,7 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
                 least = row["estimated_tokens_per_s_no_overlap"]
                 line["if nothing overlaps (tokens/s)"] = f"{least:,.0f} over {row['estimated_link']}"
             if pd.notna(row["calibrated_tokens_per_s"]):
-                line["estimated, by published speeds (tokens/s)"] = format_estimate(row["calibrated_tokens_per_s"])
+                line["estimated, by speeds of other runs (tokens/s)"] = format_estimate(row["calibrated_tokens_per_s"])
             if steps["fitted_step_s"].notna().any():
                 step = steps.loc[row["trial_id"]]
                 speed = step["fitted_tokens_per_s"]

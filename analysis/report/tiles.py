@@ -304,7 +304,7 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
     at = _point(best, _group(best, groups))
     if pd.isna(likely):
         return Tile(question, f"≤ {most:,.0f} tokens/s", "an upper bound (roofline)", join(at, "not timed"), ESTIMATED)
-    told = join(at, "by published speeds, not timed")
+    told = join(at, "by speeds of other runs, not timed")
     about = f"≈ {format_estimate(float(likely))} tokens/s"
     return Tile(question, about, f"at most {most:,.0f} (roofline)", told, ESTIMATED)
 

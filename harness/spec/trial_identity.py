@@ -12,7 +12,7 @@ from vramsweep.harness.spec.techniques import catalog
 
 ID_VERSION = 2
 
-SIMULATION = 16  # raise it when what a simulated run predicts changes
+SIMULATION = 17  # raise it when what a simulated run predicts changes
 
 
 # Ids of version 2 leave out a setting whose value is the one that rows had before the setting existed. These values are

@@ -237,7 +237,7 @@ def choose_progress(total: int, of: Sequence[Planned] = ()) -> Progress:
 
 
 def describe_result(row: Row) -> str:
-    """Describe a result: the reason, or memory and speed. Speed is measured, else by published speeds (≈), else the
+    """Describe a result: the reason, or memory and speed. Speed is measured, else by speeds of other runs (≈), else the
     upper bound of a roofline (≤)."""
     if row["outcome"] == Outcome.OOM and (need := row.get("unlimited_peak_reserved_bytes")) is not None:
         return f"needs {format_size(need)} reserved"

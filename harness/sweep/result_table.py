@@ -27,11 +27,11 @@ PEAKS = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_active_bytes", "de
 GROWN = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")  # for MiB per token, likewise
 MOST = "peak_reserved_most_bytes"
 NEEDS = "unlimited_peak_reserved_bytes"
-# The mark of each speed, the most certain first: timed, by published speeds of the GPU, by the roofline.
+# The mark of each speed, the most certain first: timed, by speeds of other runs, by the roofline.
 SPEEDS = {"tokens_per_s": "", "calibrated_tokens_per_s": "≈", "estimated_tokens_per_s": "≤"}
 SAMPLES = "samples_per_s"
 MARKS = {
-    "≈": "≈ estimate from published speeds, not measured",
+    "≈": "≈ estimate from speeds of other runs, not measured",
     "≤": "≤ estimate of the highest possible speed (roofline), not measured",
     "~": "~ a smaller one did not fit",
 }

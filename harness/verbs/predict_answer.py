@@ -135,7 +135,11 @@ def _speed(trial: Trial, row: Row) -> str | None:
     unit = "samples" if row["seq_len"] in (None, 1) else "tokens"
     for name, sure in (("calibrated_tokens_per_s", "about"), ("estimated_tokens_per_s", "at most")):
         if row[name] is not None:
-            return f"speed: {sure} {format_estimate(row[name])} {unit}/s{of}{fits}; an estimate, not measured"
+            step, within = row.get("calibrated_step_s"), ""
+            if sure == "about" and step and row.get("calibrated_step_high_s"):
+                ends = (row[name] * step / row[f"calibrated_step_{end}_s"] for end in ("high", "low"))
+                within = f" ({' to '.join(map(format_estimate, ends))})"
+            return f"speed: {sure} {format_estimate(row[name])}{within} {unit}/s{of}{fits}; an estimate, not measured"
     return next((note for note in row["notes"] or () if note.startswith("no estimated times")), None)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.allocator import config as allocator_config
-from vramsweep.harness.hardware import gpu_lookup, interconnects, roofline
+from vramsweep.harness.hardware import gpu_lookup, interconnects, step_time
 from vramsweep.harness.hardware.gpu_lookup import Gpu, memory_limit, reported_bytes
 from vramsweep.harness.hardware.roofline import estimate, merge_work, total_flops
 from vramsweep.harness.machine import host_memory, machine
@@ -213,13 +213,26 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
         "estimated_memory_s": found.memory_s,
         "estimated_launch_s": found.launch_s,
     }
-    parts = (found.compute_s, found.attention_s, found.memory_s, found.launch_s, sent.seconds)
-    known = roofline.find_efficiency(card.product, trial.precision)
-    if known is not None:
-        step = known.seconds(parts, row["estimated_launches"])
-        tokens = trial.tokens_per_step() / step
-        times |= {"calibrated_step_s": step, "calibrated_tokens_per_s": tokens, "calibration": known.text()}
+    speeds = step_time.pooled()
+    step = step_time.time_step(kernels, card, trial.precision == "tf32", speeds, host_kind(trial), sent.seconds)
+    if step is not None:
+        times |= {
+            "calibrated_step_s": step.step_s,
+            "calibrated_step_low_s": step.low_s,
+            "calibrated_step_high_s": step.high_s,
+            "calibrated_tokens_per_s": trial.tokens_per_step() / step.step_s,
+            "estimated_bound_by": step.bound_by,
+            "calibration": speeds.source,
+        }
     return row | times | (several if ranks > 1 else {}), None
+
+
+def host_kind(trial: Trial) -> str:
+    """Return the kind of the host's time a launch (step_time.py) that a trial's settings mean."""
+    if trial.sharding == "zero3":
+        return "sharded"
+    torchao = trial.optimizer in ("adamw_torch_8bit", "adamw_torch_4bit") or trial.precision == "fp8"
+    return "torchao" if torchao else "plain" if trial.checkpointing == "none" else "checkpointing"
 
 
 def _not_timed(trial: Trial, card: Gpu, peak_unknown: bool, sent: interconnects.Communication | None) -> str | None:

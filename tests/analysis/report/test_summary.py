@@ -121,7 +121,7 @@ def test_a_prediction_and_an_estimate_say_so() -> None:
     said = text(found, 100)
     assert said.count("≤ 5,000") == 6 and "≤ estimate of the highest possible speed" in said
     better = text(of([{**row, "calibrated_tokens_per_s": 3e3} for row in rows]), 100)
-    assert better.count("≈ 3,000") == 6 and "≤" not in better and "≈ estimate from published speeds" in better
+    assert better.count("≈ 3,000") == 6 and "≤" not in better and "≈ estimate from speeds of other runs" in better
 
 
 def test_a_resident_set_is_no_allocator() -> None:

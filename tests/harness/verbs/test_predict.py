@@ -111,7 +111,8 @@ def test_what_is_over_a_limit_and_what_is_not_known_are_told_apart(capsys: pytes
 
 SIZES: dict[str, Any] = {
     "outcome": "ok", "peak_reserved_bytes": 40 << 30, "peak_allocated_bytes": 30 << 30,
-    "calibrated_tokens_per_s": 12345.0,
+    "calibrated_tokens_per_s": 12345.0, "calibrated_step_s": 1.0, "calibrated_step_low_s": 0.9,
+    "calibrated_step_high_s": 1.25,
 }  # fmt: skip
 FULL = {"outcome": "oom", "unlimited_peak_reserved_bytes": 200 << 30, "phase": "step 1, forward"}
 
@@ -135,7 +136,7 @@ def test_a_trial_that_fits_has_a_block(capsys: pytest.CaptureFixture[str]) -> No
     assert said[1:] == [
         "tiny · 1 x h100-80gb · fp32 · batch 2 per GPU · 1,024 tokens, predicted",
         "  fits: peak reserved 40.0 of 78.3 GiB (51 %), 38.3 GiB free",
-        "  speed: about 12,000 tokens/s; an estimate, not measured",
+        "  speed: about 12,000 (9,900 to 14,000) tokens/s; an estimate, not measured",
         "",
         "limit: the GPU's memory minus 0.75 GiB for the CUDA context",
         "next:",

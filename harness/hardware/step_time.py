@@ -2,10 +2,8 @@
 
 A kernel takes the longer of its FLOPs at the peak and its bytes at the bandwidth (roofline.py), each times a factor of
 its kind, and `kernel_s`. The host takes `host_s` for each launch. The GPU works while the host launches, so a step
-lasts as long as the slower of the two. step_time_speeds.json holds values pooled over GPUs, which step_times.py fits to
-measured steps; a file of gpu_check's part `speeds` holds those of one machine.
-
-No prediction uses it yet: rows are estimated by harness/hardware/roofline.py.
+lasts as long as the slower of the two. step_time.json holds values pooled over GPUs: benchmarks/step_times.py fits them
+to measured steps, and says how far off they are for models that they were not made from.
 
 Not covered: how collectives slow down the kernels that they overlap with; the size at which a product fills the GPU.
 """
@@ -14,13 +12,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from importlib import resources
 
 from pydantic import TypeAdapter
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.hardware.roofline import UNALIGNED, Work, arithmetic, peak_rates
-from vramsweep.harness.spec.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ _SPEEDS = TypeAdapter(Speeds)
 @cache
 def pooled() -> Speeds:
     """Return the speeds of all GPUs together."""
-    return _SPEEDS.validate_json(Path(__file__).with_name("step_time_speeds.json").read_bytes())
+    return _SPEEDS.validate_json((resources.files(__package__) / "step_time.json").read_bytes())
 
 
 def kernel_seconds(work: Work, gpu: Gpu, tf32: bool, speeds: Speeds) -> float | None:
@@ -98,11 +95,3 @@ def time_step(
     bound_by = "gpu" if gpu_s >= host_s else "host"
     step_s, wide = max(gpu_s, host_s), math.exp(speeds.spread[bound_by])
     return StepTime(gpu_s, host_s, step_s, step_s / wide, step_s * wide, bound_by)
-
-
-def host_kind(trial: Trial) -> str:
-    """Return the kind of the host's time a launch that a trial's settings mean."""
-    if trial.sharding == "zero3":
-        return "sharded"
-    torchao = trial.optimizer in ("adamw_torch_8bit", "adamw_torch_4bit") or trial.precision == "fp8"
-    return "torchao" if torchao else "plain" if trial.checkpointing == "none" else "checkpointing"
