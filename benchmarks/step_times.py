@@ -1,4 +1,4 @@
-"""Fit the model of a step's time (harness/hardware/step_time.py) to measured steps, and judge it on what it did not see.
+"""Fit the model of a step's time (harness/hardware/step_time.py) to measured steps, judged on what it did not see.
 
     python benchmarks/step_times.py [--kernels FOLDER] [--write harness/hardware/step_time.json]
 

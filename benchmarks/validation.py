@@ -233,7 +233,7 @@ def _cell_text(line: Mapping[str, Any] | pd.Series[Any], column: str) -> str:
 
 
 def of_speed(found: pd.DataFrame) -> pd.DataFrame:
-    """Tabulate errors of seconds a step by source and GPU: of the roofline, and of the calibrated time with its interval.
+    """Tabulate errors of seconds a step by source and GPU: of the roofline, and of the calibrated time.
 
     `within` is the share of readings within the interval. Readings that are the same trial's count once.
     """

@@ -13,7 +13,7 @@ from speed_readings import Look, main
 
 from vramsweep.harness.hardware.gpu_lookup import gpu_named
 from vramsweep.harness.hardware.roofline import Work
-from vramsweep.harness.hardware.step_time import kernel_seconds, pooled
+from vramsweep.harness.hardware.step_time import pooled, time_kernel
 
 SECONDS = [0.002, 0.001, 0.003]
 
@@ -42,8 +42,8 @@ def test_factors_are_those_of_made_up_readings_and_the_rest_is_pooled() -> None:
         "made up",
     )
     known = {kind: factor * 0.999 for kind, factor in {"product half": 4, "product fp32": 2, "stream": 8}.items()}
-    seconds = kernel_seconds(Work("bf16", round(989.4e9 / 2), 1, 1), gpu_named("h100-80gb"), False, speeds)
-    assert seconds == pytest.approx(0.002)  # as read: 1.998 ms of arithmetic, and the least time of a kernel
+    timed = time_kernel(Work("bf16", round(989.4e9 / 2), 1, 1), gpu_named("h100-80gb"), False, speeds)
+    assert timed == ("product half", pytest.approx(0.001998))  # and 2 us, the least time of a kernel, are 2 ms as read
     assert speeds.factors == pytest.approx({**pooled().factors, **known}, rel=1e-6)
     assert (speeds.gpu, speeds.kernel_s) == ("h100-80gb", pytest.approx(2e-6))
     assert speeds.host_s == pytest.approx({**pooled().host_s, "plain": 2e-5})

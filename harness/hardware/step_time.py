@@ -9,6 +9,7 @@ Not covered: how collectives slow down the kernels that they overlap with; the s
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,8 @@ from pydantic import TypeAdapter
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.hardware.roofline import UNALIGNED, Work, arithmetic, peak_rates
+
+UNALIGNED_PRODUCT, LEAST = "product unaligned", "least time of kernels"  # kinds of time
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,16 @@ class Speeds:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: of the GPU, of the host, and of both with a 95 % interval. `bound_by` is the slower one."""
+    """Seconds of a step: of the GPU, of the host, and of both with a 95 % interval. `bound_by` is the slower one.
+
+    `kernels_s` are the GPU's by kind of kernel, the least time of all kernels as `LEAST`; `communication_s` of
+    collectives. The GPU's are the longer of the two.
+    """
 
     gpu_s: float
     host_s: float
+    kernels_s: Mapping[str, float]
+    communication_s: float
     step_s: float
     low_s: float
     high_s: float
@@ -58,13 +67,15 @@ def pooled() -> Speeds:
     return _SPEEDS.validate_json((resources.files(__package__) / "step_time.json").read_bytes())
 
 
-def kernel_seconds(work: Work, gpu: Gpu, tf32: bool, speeds: Speeds) -> float | None:
-    """Return the seconds of one operator on the GPU; None if it needs an unknown peak."""
+def time_kernel(work: Work, gpu: Gpu, tf32: bool, speeds: Speeds) -> tuple[str, float] | None:
+    """Return what bounds one operator on the GPU, and its seconds without the least time of its kernels; None if it
+    needs an unknown peak."""
     if (peak := peak_rates(gpu, tf32).get(arithmetic(work))) is None:
         return None
     arithmetic_of, stream = factor_kinds(work, tf32)
     computed = speeds.factors[arithmetic_of] * work.flops / peak if work.flops else 0.0
-    return max(computed, speeds.factors[stream] * work.nbytes / gpu.bandwidth) + work.launches * speeds.kernel_s
+    streamed = speeds.factors[stream] * work.nbytes / gpu.bandwidth
+    return (arithmetic_of, computed) if computed > streamed else (stream, streamed)
 
 
 def factor_kinds(work: Work, tf32: bool) -> tuple[str, str]:
@@ -76,7 +87,7 @@ def factor_kinds(work: Work, tf32: bool) -> tuple[str, str]:
     if work.kind.startswith("attention"):
         return "attention backward" if "backward" in work.kind else "attention forward", stream
     unaligned = work.kind.startswith(UNALIGNED) and named == "half"
-    return "product unaligned" if unaligned else f"product {named}", stream
+    return UNALIGNED_PRODUCT if unaligned else f"product {named}", stream
 
 
 def time_step(
@@ -86,12 +97,14 @@ def time_step(
 
     `host` names the kind of the host's time. `communication_s` are seconds of collectives, which overlap with the rest.
     """
-    gpu_s = host_s = 0.0
+    kernels_s, launches = defaultdict[str, float](float), 0
     for work, count in kernels:
-        if (seconds := kernel_seconds(work, gpu, tf32, speeds)) is None:
+        if (found := time_kernel(work, gpu, tf32, speeds)) is None:
             return None
-        gpu_s, host_s = gpu_s + count * seconds, host_s + count * work.launches * speeds.host_s[host]
-    gpu_s = max(gpu_s, communication_s)
+        kernels_s[found[0]] += count * found[1]
+        launches += count * work.launches
+    kernels_s[LEAST] = launches * speeds.kernel_s
+    gpu_s, host_s = max(sum(kernels_s.values()), communication_s), launches * speeds.host_s[host]
     bound_by = "gpu" if gpu_s >= host_s else "host"
     step_s, wide = max(gpu_s, host_s), math.exp(speeds.spread[bound_by])
-    return StepTime(gpu_s, host_s, step_s, step_s / wide, step_s * wide, bound_by)
+    return StepTime(gpu_s, host_s, kernels_s, communication_s, step_s, step_s / wide, step_s * wide, bound_by)

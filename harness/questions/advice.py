@@ -15,7 +15,7 @@ from vramsweep.harness.questions.largest_prediction import MOST_BATCH
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search import advice_search, axis_search
 from vramsweep.harness.search.advice_search import ROUNDING, Advice, MemorySaving, Option
-from vramsweep.harness.spec.fit_text import communication_bytes
+from vramsweep.harness.spec.fit_text import communication_bytes, describe_padding
 from vramsweep.harness.spec.shardings import WHOLE
 from vramsweep.harness.sweep import plan, run_trials
 from vramsweep.harness.sweep.plan import Planned, Settings
@@ -47,7 +47,7 @@ class AdviceRequest:
         assert self.base.trial is not None  # else the sweep would not have begun
         self.trial, self.limit = self.base.trial, self.base.trial.memory_limit()
         self.settings = dataclasses.replace(self.settings, report=False)
-        self.seconds = SECONDS[0]
+        self.seconds, self.padding = SECONDS[0], ""
         self._earlier: list[Planned] = []
 
     @property
@@ -88,6 +88,7 @@ class AdviceRequest:
         if () in taken:
             base = found[taken.index(())] or {}
             self.seconds = next((name for name in SECONDS if base.get(name)), SECONDS[0])
+            self.padding = describe_padding(self.trial, base) or ""
         return [option(*one, self.seconds) for one in zip(taken, planned, found, strict=True)]
 
     def reach(self, options: Sequence[Option]) -> list[ReachedLimit]:

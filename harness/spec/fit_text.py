@@ -1,9 +1,11 @@
 """A trial as short text, and sentences on whether it fits, for lines and tables of every verb. Sizes are in bytes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES, SHORTFALL, reported_bytes
+from vramsweep.harness.hardware.step_time import UNALIGNED_PRODUCT
 from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.spec import command_template, length_distribution, trial_rules
 from vramsweep.harness.spec.techniques import catalog
@@ -14,6 +16,7 @@ AHEAD = "the peak grows if the CPU runs ahead of the GPU"
 ADAPTED = ("bf16", "fp16")  # precisions with fp32 weights; often an adapter's model has others
 NEAR = 0.01  # share of the limit; a trial that leaves less only just fits
 COMMUNICATION_GIB = 2
+UNALIGNED = 0.1  # share of a step that is worth a word
 NO_ROOM = "NCCL's buffers of 1 to 2 GiB, which may not fit next to this peak (device.headroom_gib=2 includes them)"
 COMMUNICATION = "NCCL's buffers; leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
 
@@ -130,6 +133,19 @@ def list_exclusions(trial: Trial, free: int | None = None) -> Iterator[str]:
 def communication_bytes(trial: Trial) -> int:
     """Return the bytes that a GPU may need for NCCL's buffers, next to its peak and its headroom."""
     return COMMUNICATION_GIB << 30 if trial.world_size > 1 and trial.device.headroom_gib < COMMUNICATION_GIB else 0
+
+
+def describe_padding(trial: Trial, row: Mapping[str, Any]) -> str | None:
+    """Say what to pad if products with unaligned rows are a tenth of a predicted step that the GPU limits, or None."""
+    seconds = (row.get("estimated_kernels_s") or {}).get(UNALIGNED_PRODUCT, 0.0)
+    if row.get("estimated_bound_by") != "gpu" or seconds < UNALIGNED * row["calibrated_step_s"]:
+        return None
+    size = trial.model.config.get("vocab_size")
+    what = "the odd sizes of the model to multiples of 64"
+    if isinstance(size, int) and size % 8:
+        what = f"the vocabulary from {size:,} to {-(-size // 64) * 64:,}"
+    share = f"{100 * seconds / row['calibrated_step_s']:.0f} % of the estimated step"
+    return f"matrix products whose rows do not begin at multiples of 16 bytes take {share}; pad {what}"
 
 
 def describe_limit(trials: Sequence[Trial]) -> str:

@@ -91,6 +91,7 @@ def record(asked: AdviceRequest, found: Advice, reached: Sequence[ReachedLimit])
         "trial": asked.base.resolved,
         "memory_limit_bytes": found.limit,
         "as_it_is": plain(found.base),
+        "padding": asked.padding or None,
         "alone": [plain(one) for one in found.singles],
         "front": [plain(one) for one in found.front],
         "recommended": plain(goal.option if goal else None) if axis else plain(found.recommended),
@@ -122,6 +123,8 @@ def show(
         console.print(f"unchanged, it {escape(_too_much(found.base, found.limit))}")
     for text in fit_text.list_exclusions(trial):
         console.print(escape(f"not included: {text}"))
+    if asked.padding:
+        console.print(escape(asked.padding), soft_wrap=True)
     if found.base.seconds is None:
         console.print("step times are unknown here; fewer FLOPs count as faster, then fewer kernel launches")
     alone = sorted((one for one in found.singles if one.need is not None), key=lambda one: one.need or 0)

@@ -31,6 +31,7 @@ MOST_GPUS = 6  # named in a line
 STATES = ("parameters", "buffers", "gradients", "optimizer_state")
 # Of the parts from weights and optimizer state to the GPU
 TEXTS: dict[str, str] = json.loads(Path(__file__).with_name("explain.json").read_text("utf-8"))
+TIMES: dict[str, str] = json.loads(Path(__file__).with_name("explain_time.json").read_text("utf-8"))  # kinds of kernels
 _USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results/SWEEP [TRIAL_ID ...]"
 
 
@@ -58,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
         if arguments.json:
             records.append(record(trial_id, trial, answer))
         else:
-            show(trial, answer, console)
-        if traces is None and answer["refused"] is not None and not arguments.json:
+            (show_time if arguments.time else show)(trial, answer, console)
+        if traces is None and answer["refused"] is not None and not (arguments.json or arguments.time):
             command = shlex.join(["vramsweep", "advise", *words]).replace(" device.gpu=", " gpu=")
             console.print(f"next:\n  {escape(command)}  # what makes it fit", soft_wrap=True)
     if arguments.json:
@@ -124,6 +125,39 @@ def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
         console.print(f"The run's peak, {format_size(peak['allocated'])}, is earlier, {_locate(peak)}.")
     console.print(_holders(answer, unit))
     console.print(_steps_to_card(trial, answer, unit))
+
+
+def show_time(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
+    """Print the estimated time of the last traced step: of the GPU by kind of kernel, and of the host."""
+    found = answer["speed"]
+    console.print(f"\n[bold]{escape(fit_text.describe_run(trial))}[/], predicted")
+    if found.get("calibrated_step_s") is None:
+        console.print(escape(answer["untimed"] or "no estimated times, because the step launches no kernel"))
+        return
+    kernels = dict(found["estimated_kernels_s"])
+    beside = {name: kernels.pop(name) for name in ("collectives", "host")}
+    whole = sum(kernels.values())
+    step, low, high = (found[f"calibrated_step_{name}s"] for name in ("", "low_", "high_"))
+    limit = "host" if found["estimated_bound_by"] == "host" else "GPU"
+    console.print(
+        f"a step takes about {1e3 * step:,.3g} ms ({1e3 * low:,.3g} to {1e3 * high:,.3g}); the {limit} limits it"
+    )
+    table = make_table(("", "ms", "share"), title="Estimated time of a step by kind of kernel", numbers=("ms", "share"))
+    for name, seconds in sorted(kernels.items(), key=lambda one: -one[1]):
+        table.add_row(TIMES[name], f"{1e3 * seconds:,.2f}", f"{seconds / whole:.0%}")
+    table.add_row("= all kernels, one after the other", f"{1e3 * whole:,.2f}", "", style="bold")
+    table.add_section()
+    beside = {
+        f"host, for {found['estimated_launches']:,} launches": beside["host"],
+        "collectives": beside["collectives"],
+    }
+    for name, seconds in beside.items():
+        if seconds:
+            table.add_row(f"at the same time: {name}", f"{1e3 * seconds:,.2f}", "")
+    console.print(table)
+    if (padding := fit_text.describe_padding(trial, found)) is not None:
+        console.print(escape(padding))
+    console.print(f"[dim]speeds: {escape(found['calibration'])}[/]")
 
 
 def list_gpus(trial: Trial, need: int) -> Iterator[str]:

@@ -222,6 +222,7 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
             "calibrated_step_high_s": step.high_s,
             "calibrated_tokens_per_s": trial.tokens_per_step() / step.step_s,
             "estimated_bound_by": step.bound_by,
+            "estimated_kernels_s": {**step.kernels_s, "collectives": sent.seconds, "host": step.host_s},
             "calibration": speeds.source,
         }
     return row | times | (several if ranks > 1 else {}), None

@@ -33,6 +33,7 @@ def _explanation(trace: Trace, trial: Trial, setting: Setting) -> Answer:
     if (found := explanation(trace, *setting)) is None:
         return None
     answer = asdict(found) | {"host_refused": predicted_row.host_refused(trial, predicted_row.host_of(trial, trace))}
+    answer["speed"], answer["untimed"] = predicted_row.speed(trial, trace, trial.device.card)
     if found.refused is not None:
         answer["refused"]["mark"] = found.refused.mark._asdict()  # by name, as programs read it: `explain --json`
     return answer
