@@ -11,6 +11,7 @@ from conftest import Cli, merged, parametrized, refusal, tiny
 from rich.console import Console
 
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
+from vramsweep.harness.hardware.step_time import LEAST, pooled
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import trial_parser
 from vramsweep.harness.verbs import explain
@@ -50,11 +51,42 @@ def answer(**over: Any) -> dict[str, Any]:
     return made | over
 
 
-def said(found: dict[str, Any], width: int = 100, **over: Any) -> str:
+def said(found: dict[str, Any], width: int = 100, show: Any = explain.show, **over: Any) -> str:
     chosen = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "t4-16gb"}, **over))
     out = StringIO()
-    explain.show(chosen, found, Console(file=out, width=width))
+    show(chosen, found, Console(file=out, width=width))
     return out.getvalue()
+
+
+TIMED: dict[str, Any] = {
+    "estimated_kernels_s": {"product half": 0.02, "product unaligned": 0.018, "least time of kernels": 0.002,
+                            "collectives": 0.0, "host": 0.03},
+    "calibrated_step_s": 0.04, "calibrated_step_low_s": 0.03, "calibrated_step_high_s": 0.05, "estimated_launches": 999,
+    "estimated_bound_by": "gpu", "calibration": "two measured steps",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "pad"),
+    [
+        ({"vocab_size": 50257}, "the vocabulary from 50,257 to 50,304"),  # 64 x 786
+        ({"vocab_size": 50304}, "the odd sizes of the model to multiples of 64"),  # another size is unaligned
+    ],
+)
+def test_the_time_of_a_step_by_kind_of_kernel(config: dict[str, Any], pad: str) -> None:
+    model = tiny()["model"] | {"config": config}
+    found = {"speed": TIMED, "untimed": None}
+    text = said(found, 120, explain.show_time, model=model)
+    assert "a step takes about 40 ms (30 to 50); the GPU limits it" in text and "two measured steps" in text
+    assert re.search(r"matrix products, half precision +20.00 +50%", text)
+    assert re.search(r"= all kernels, one after the other +40.00 ", text)
+    assert re.search(r"host, for 999 launches +30.00 ", text) and "collectives" not in text
+    assert " ".join(text.split()).count(f"take 45 % of the estimated step; pad {pad} ") == 1
+    for over in ({"estimated_bound_by": "host"}, {"calibrated_step_s": 0.2}):  # nothing to gain, or less than a tenth
+        assert "; pad" not in said(found | {"speed": TIMED | over}, 120, explain.show_time, model=model)
+    untimed = said({"speed": {}, "untimed": "no estimated times, because of it"}, 120, explain.show_time)
+    assert untimed.endswith("no estimated times, because of it\n")
+    assert set(explain.TIMES) == {*pooled().factors, LEAST}
 
 
 def test_from_the_states_to_the_card_it_adds_up() -> None:
@@ -155,3 +187,4 @@ def test_one_trial_by_its_settings(cli: Cli) -> None:
     card = found["from_states_to_card"]
     assert card["peak_reserved"] == found["explanation"]["peak_reserved"] < found["memory_limit_bytes"]
     assert card["states"] > 0 and card["device"] == card["states"] + card["unknown"]
+    assert "a peak rate of t4-16gb" in found["explanation"]["untimed"]  # it has none in bf16
