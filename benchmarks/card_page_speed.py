@@ -45,7 +45,8 @@ def speed_lines(gpu: str, bound_by: Mapping[str, str], both: Sequence[tuple[str,
         "",
         *_host_lines(gpu, sum(bound_by.get(name) == "host" for name, _, _ in timed), len(timed)),
         "*at best* is the roofline estimate, which no GPU reaches. *calibrated* is the same with factors from the "
-        "speeds that others published for this GPU. MFU refers to the dense peak of the precision.",
+        "speeds that others published for this GPU, as earlier versions predicted. MFU refers to the dense peak of the "
+        "precision.",
         "[How prediction works](how_prediction_works.md) defines both estimates.",
         "",
         "| trial | bound by | tokens/s | step ms | at best ms | calibrated ms | measured / calibrated | MFU |",

@@ -95,7 +95,8 @@ def time_step(
 ) -> StepTime | None:
     """Return the time of a step of these operators, each with how often it runs; None if it needs an unknown peak.
 
-    `host` names the kind of the host's time. `communication_s` are seconds of collectives, which overlap with the rest.
+    `host` names the kind of the host's time. `communication_s` are seconds of collectives. They overlap with the rest;
+    the upper end of the interval assumes that nothing does.
     """
     kernels_s, launches = defaultdict[str, float](float), 0
     for work, count in kernels:
@@ -104,7 +105,9 @@ def time_step(
         kernels_s[found[0]] += count * found[1]
         launches += count * work.launches
     kernels_s[LEAST] = launches * speeds.kernel_s
-    gpu_s, host_s = max(sum(kernels_s.values()), communication_s), launches * speeds.host_s[host]
+    alone_s, host_s = sum(kernels_s.values()), launches * speeds.host_s[host]
+    gpu_s = max(alone_s, communication_s)
     bound_by = "gpu" if gpu_s >= host_s else "host"
     step_s, wide = max(gpu_s, host_s), math.exp(speeds.spread[bound_by])
-    return StepTime(gpu_s, host_s, kernels_s, communication_s, step_s, step_s / wide, step_s * wide, bound_by)
+    high_s = max(alone_s + communication_s, host_s) * wide
+    return StepTime(gpu_s, host_s, kernels_s, communication_s, step_s, step_s / wide, high_s, bound_by)

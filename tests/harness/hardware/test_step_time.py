@@ -49,4 +49,5 @@ def test_the_slower_of_gpu_and_host_decides() -> None:
     assert (host.low_s, host.step_s, host.high_s) == pytest.approx((0.021, 0.042, 0.084), rel=1e-3)
     sent = time_step([(product, 10)], H100, False, SPEEDS, "plain", 0.03)
     assert sent is not None and sent.step_s == 0.03
+    assert (sent.low_s, sent.high_s) == pytest.approx((0.03 / 1.1, 0.0501 * 1.1), rel=1e-3)  # overlap is unknown
     assert time_step([(Work("unknown", 1, 1, 1), 1)], H100, False, SPEEDS, "plain") is None
