@@ -167,10 +167,11 @@ def flops_per_step(trial: Trial, parameters: int) -> float:
     return 6.0 * parameters * tokens / trial.world_size
 
 
-def measuring_seconds(trial: Trial, row: Row | None) -> float | None:
+def measuring_seconds(trial: Trial, row: Row | None, end: str = "") -> float | None:
     """Return the seconds that a simulated trial would take on its GPU; None if unknown. They come from its row's
-    estimated step, else from its FLOPs at `REACHED` of the peak."""
-    step_s = (row or {}).get("calibrated_step_s") or (row or {}).get("estimated_step_s")
+    estimated step (`end` "low_" or "high_": an end of its interval), else from its FLOPs at `REACHED` of the peak."""
+    known = row or {}
+    step_s = known.get(f"calibrated_step_{end}s") or known.get("calibrated_step_s") or known.get("estimated_step_s")
     peak, parameters = peak_of(trial.device.card, trial.precision), trial.model.parameters
     if step_s is None and peak and parameters:
         step_s = flops_per_step(trial, parameters) / (REACHED * peak)

@@ -129,7 +129,9 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
         on = f"{own['gpus']} x {own['gpu']}" if own["gpus"] > 1 else f"one {own['gpu']}"
         count = f"{own['trials']:,} trial{'s' * (own['trials'] != 1)}"
         told = _price(own["estimated_s"], own["estimated_cost"], price)
-        print(f"measuring {count} on {on} instead: {told} ({own['basis']})")
+        ends = [own[f"estimated_{end}_s"] for end in ("low", "high")]
+        within = "" if None in ends else f"; {' to '.join(map(duration_words, ends))}"
+        print(f"measuring {count} on {on} instead: {told} ({own['basis']}{within})")
     sys.stdout.flush()
     for line in (*_together(pending, one_by_one, total, settings), *report(predictions, len(largest))):
         print(line)
@@ -205,15 +207,20 @@ def list_measurements(
             groups[p.trial.device.card.name, p.trial.world_size].append(p)
     found = []
     for (gpu, gpus), items in groups.items():
-        each = [measuring_seconds(p.trial, rows.get(p.trial_id)) for p in items if p.trial is not None]
-        spent = None if None in each else sum(one or 0.0 for one in each)
+        spent, low, high = (_add_seconds(items, rows, end) for end in ("", "low_", "high_"))
         cost = None if spent is None or price_per_hour is None else spent / 3600 * price_per_hour
         known = all(p.trial_id in rows for p in items)
         rough = "rough, from parameters and tokens, until the trials are predicted"
         basis = "from estimated step times" if known else rough
         found.append({"gpu": gpu, "gpus": gpus, "trials": len(items), "estimated_s": spent, "estimated_cost": cost,
+                      "estimated_low_s": low if known else None, "estimated_high_s": high if known else None,
                       "basis": basis})  # fmt: skip
     return found
+
+
+def _add_seconds(items: Sequence[Planned], rows: Mapping[str, Row], end: str) -> float | None:
+    each = [measuring_seconds(p.trial, rows.get(p.trial_id), end) for p in items if p.trial is not None]
+    return None if None in each else sum(one or 0.0 for one in each)
 
 
 def _price(seconds: float | None, cost: float | None, price_per_hour: float | None) -> str:
