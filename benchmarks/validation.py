@@ -237,18 +237,19 @@ def of_speed(found: pd.DataFrame) -> pd.DataFrame:
 
     `within` is the share of readings within the interval. Readings that are the same trial's count once.
     """
-    speed = found[found["quantity"].isin(SPEED) & found["error"].notna() & ~found["again"]].reset_index(drop=True)
-    if speed.empty or "calibrated_step_s" not in speed:
+    speed = found[found["quantity"].isin(SPEED) & found["error"].notna() & ~found["again"]]
+    if "calibrated_step_s" not in speed or (speed := speed[speed["calibrated_step_s"].notna()]).empty:
         return pd.DataFrame()
+    speed = speed.reset_index(drop=True)
     took, low, step, high = (
         speed[name].astype(float)
         for name in ("measured", "calibrated_step_low_s", "calibrated_step_s", "calibrated_step_high_s")
     )
-    speed["off"], speed["within"] = step / took - 1, took.between(low, high).where(step.notna())
+    speed["off"], speed["within"] = step / took - 1, took.between(low, high)
     lines = []
     groups: list[tuple[Any, pd.DataFrame]] = [*speed.groupby(["title", "gpu"], sort=False), (("all", ""), speed)]
     for names, mine in groups:
-        off, within = mine["off"].dropna(), mine["within"].dropna()
+        off = mine["off"]
         lines.append(
             dict(zip(("source", "GPU"), map(str, names), strict=True))
             | {
@@ -257,7 +258,7 @@ def of_speed(found: pd.DataFrame) -> pd.DataFrame:
                 "calibrated: median, signed": percent(off.median()),
                 "median": size(float(off.abs().median())),
                 "90th percentile": size(float(off.abs().quantile(0.9))),
-                "within the interval": f"{int(within.sum())} of {len(within)}",
+                "within the interval": f"{int(mine['within'].sum())} of {len(mine)}",
             }
         )
     return pd.DataFrame(lines)

@@ -69,7 +69,7 @@ def test_a_fit_draws_its_line_and_parabola(rows: pd.DataFrame) -> None:
 
 
 def test_what_nobody_asked_for_is_behind_the_legend_and_in_no_picture(rows: pd.DataFrame) -> None:
-    table, _ = open_together([Path(rows.attrs["source"])], None, None, None, ())
+    table, _ = open_together([Path(rows.attrs["source"])], None, None, ())
     for curves in ((), ("quadratic",)):
         figures = {one.name: one for one in collect(table, fitting=Fitting(500, None, curves)).figures}
         figure = figures["memory_by_length"]
@@ -119,10 +119,10 @@ def test_two_files_are_one_sweep_of_two_allocators(tmp_path: Path, cli: Cli) -> 
 def test_names_that_do_not_fit_are_refused(tmp_path: Path, names: str, said: str) -> None:
     files = [write(tmp_path / "a.csv"), write(tmp_path / "b.csv")]
     with pytest.raises(UserError, match=said):
-        open_together(files, names, None, None, ())
+        open_together(files, names, None, ())
 
 
 def test_another_column_may_set_files_apart(tmp_path: Path) -> None:
     files = [write(tmp_path / "a.csv"), write(tmp_path / "b.csv")]
-    table, _ = open_together(files, "precision=fp32,bf16", None, None, ())
+    table, _ = open_together(files, "precision=fp32,bf16", None, ())
     assert table.frame.groupby("precision").size().to_dict() == {"bf16": len(X), "fp32": len(X)}

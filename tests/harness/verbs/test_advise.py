@@ -32,9 +32,9 @@ def planned(**over: Any) -> plan.Planned:
 
 
 class Stub:
-    """The attributes of Asked that `show` uses."""
+    """The attributes of AdviceRequest that `show` uses."""
 
-    most = 1024
+    most, padding = 1024, ""
 
     def __init__(self, axis: str | None = None, **over: Any) -> None:
         self.base, self.axis = planned(**over), axis

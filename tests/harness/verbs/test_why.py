@@ -27,7 +27,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def ask(given: Any, **_: Any) -> Any:
         words.append(list(given))
-        asked = SimpleNamespace(base=item, trial=item.trial, axis=None)
+        asked = SimpleNamespace(base=item, trial=item.trial, axis=None, padding="")
         return asked, Advice(base, (full,), (base, full), 2, 14 * GIB), []
 
     monkeypatch.setattr(advise, "ask", ask)
