@@ -156,6 +156,23 @@ def test_large_errors_of_one_reason_are_one_line() -> None:
 
 @pytest.mark.slow
 @pytest.mark.deterministic
+def test_the_time_of_a_step_is_judged_by_its_middle_and_its_interval() -> None:
+    def timed(run: str, measured: float, step: float, **over: Any) -> dict[str, Any]:
+        ends = {"calibrated_step_low_s": step / 1.1, "calibrated_step_high_s": step * 1.1, "calibrated_step_s": step}
+        return reading(run=run, trial_id=run, quantity="step", measured=measured, predicted=1.0, **ends | over)
+
+    unknown = timed("d", 2.0, 2.0, calibrated_step_s=None)
+    lines = validation.of_speed(
+        errors(reading(), timed("a", 2.0, 2.1), timed("b", 2.0, 3.0), timed("c", 4.0, 4.0), unknown)
+    )
+    assert lines["readings"].tolist() == ["3", "3"]  # of the source, and of all: what has no time is not counted
+    line = lines.iloc[-1]
+    assert (line["median"], line["calibrated: median, signed"]) == ("5.00 %", "+5.00 %")  # of 5, 50 and 0 %
+    assert (line["90th percentile"], line["within the interval"]) == ("41.0 %", "2 of 3")
+    assert line["estimated: median, signed"] == "-50.0 %"
+    assert validation.of_speed(errors(reading())).empty
+
+
 def test_the_kept_page_and_csv_are_what_the_kept_readings_make(tmp_path: Path) -> None:
     place = ROOT / "results" / "reference" / "validation"
     figure, every = ROOT / "docs" / "images" / "validation.png", place / "every_reading.csv"
