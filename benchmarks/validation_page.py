@@ -47,8 +47,10 @@ NEAR = 0.01  # errors up to it are counted
 _RANKS = re.compile(r"; active \d+ to \d+, reserved \d+ to \d+")  # the peaks of a run's ranks, in its note
 _SPEED = """\
 Errors of seconds a step. *estimated* is the roofline estimate, the longer of computation and communication.
-*calibrated* is `calibrated_step_s` of simulation 17. Its speeds were fitted to an H100's and an H200's steps, not to
-these readings. Software of 2023 is slower than its own later versions, most of all in long sequences on an H100."""
+*calibrated* is `calibrated_step_s` of simulation 17, whose speeds were fitted to an H100's and an H200's steps, not to
+these readings. 81 of 236 readings have it so far: those of two sources, and others drawn at random
+(`python benchmarks/published_times.py` times the rest). The largest misses are llm-foundry's 65,536 tokens on H100s,
+and ZeRO-3 of a small model on one GPU, where the host limits the step."""
 _OLDER = """\
 `+versions` makes a prediction allocate what an earlier version of a library allocates. The table has the errors with
 these known differences and without them."""
