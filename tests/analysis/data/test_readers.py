@@ -164,7 +164,7 @@ def test_from_the_beginning_of_a_sweep_the_interval_holds_what_fits() -> None:
         (LLAMA / "batches-zero3-checkpointing.csv", f"micro_batch,{RANKS}", ["seq_len=2048"], "micro_batch"),
     ]
     for file, columns, settings, axis in cases:
-        found = frontier_prefixes.ask(open_rows(file, columns, None, settings)[0], axis, questions=15)
+        found = frontier_prefixes.ask(open_rows(file, columns, settings)[0], axis, questions=15)
         assert len(found) >= 12
         closed = [one for one in found if not one.open]
         for of, holds in ((found, "holds"), (closed, "holds"), (found, "safe")):

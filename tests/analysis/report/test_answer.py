@@ -189,7 +189,7 @@ def test_rows_of_a_cpu_say_nothing_of_a_card() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not PUBLIC.exists(), reason="the public data is not on this machine")
 def test_rows_of_others_say_what_they_rest_on() -> None:
-    rows, _ = open_rows(PUBLIC, "seq_len,peak_active_mib,peak_reserved_mib,iterations_per_s", None, ["micro_batch=1"])
+    rows, _ = open_rows(PUBLIC, "seq_len,peak_active_mib,peak_reserved_mib,iterations_per_s", ["micro_batch=1"])
     card = answer.brief(rows)
     assert card.fits.value == "Yes, 2,048 tokens" and card.fits.basis == "imported"
     assert card.fits.interval == "fits a GPU with 24 GiB"  # where it was measured
