@@ -225,10 +225,10 @@ def test_a_report_says_estimated_wherever_it_shows_one() -> None:
 
 
 @pytest.mark.slow
-def test_an_estimate_by_published_speeds_has_two_digits_and_a_trial_is_one() -> None:
+def test_an_estimate_by_speeds_of_other_runs_has_two_digits_and_a_trial_is_one() -> None:
     content = collect(table([estimated(128, 1) | {"calibrated_tokens_per_s": 4321.0}]))
     [frame] = [f for _, name, f in content.tables if name == "estimated_throughput"]
-    assert list(frame["estimated, by published speeds (tokens/s)"]) == ["4,300"]
+    assert list(frame["estimated, by speeds of other runs (tokens/s)"]) == ["4,300"]
     assert content.subtitle.startswith("1 trial (1 ok) from ")
     alone = collect(table([r for r in sweep() if r["device"] == "simulated"]))
     [frame] = [f for _, name, f in alone.tables if name == "estimated_throughput"]
