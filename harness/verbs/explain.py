@@ -20,7 +20,7 @@ from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.messages.units import choose_unit, format_in, format_size
+from vramsweep.harness.messages.units import choose_unit, format_estimate, format_in, format_size
 from vramsweep.harness.questions import trace_query
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
@@ -137,11 +137,9 @@ def show_time(trial: Trial, answer: Mapping[str, Any], console: Console) -> None
     kernels = dict(found["estimated_kernels_s"])
     beside = {name: kernels.pop(name) for name in ("collectives", "host")}
     whole = sum(kernels.values())
-    step, low, high = (found[f"calibrated_step_{name}s"] for name in ("", "low_", "high_"))
+    step, low, high = (format_estimate(1e3 * found[f"calibrated_step_{name}s"]) for name in ("", "low_", "high_"))
     limit = "host" if found["estimated_bound_by"] == "host" else "GPU"
-    console.print(
-        f"a step takes about {1e3 * step:,.3g} ms ({1e3 * low:,.3g} to {1e3 * high:,.3g}); the {limit} limits it"
-    )
+    console.print(f"a step takes about {step} ms ({low} to {high}); the {limit} limits it")
     table = make_table(("", "ms", "share"), title="Estimated time of a step by kind of kernel", numbers=("ms", "share"))
     for name, seconds in sorted(kernels.items(), key=lambda one: -one[1]):
         table.add_row(TIMES[name], f"{1e3 * seconds:,.2f}", f"{seconds / whole:.0%}")
