@@ -305,8 +305,11 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
     if pd.isna(likely):
         return Tile(question, f"≤ {most:,.0f} tokens/s", "an upper bound (roofline)", join(at, "not timed"), ESTIMATED)
     told = join(at, "by speeds of other runs, not timed")
-    about = f"≈ {format_estimate(float(likely))} tokens/s"
-    return Tile(question, about, f"at most {most:,.0f} (roofline)", told, ESTIMATED)
+    about, within = f"≈ {format_estimate(float(likely))} tokens/s", f"at most {most:,.0f} (roofline)"
+    if not pd.isna(best["calibrated_step_high_s"]):
+        ends = (likely * best["calibrated_step_s"] / best[f"calibrated_step_{end}_s"] for end in ("high", "low"))
+        within = " to ".join(format_estimate(float(one)) for one in ends)
+    return Tile(question, about, within, told, ESTIMATED)
 
 
 def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:

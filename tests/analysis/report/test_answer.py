@@ -72,6 +72,9 @@ def test_a_prediction_is_never_shown_as_measured() -> None:
     rough = of(*few(device="simulated", gpu_name=None, **(speeds | {"calibrated_tokens_per_s": 4321.0})))
     assert (rough.speed.value, rough.speed.interval) == ("≈ 4,300 tokens/s", "at most 9,000 (roofline)")
     assert rough.speed.basis == "estimated"
+    step = {"calibrated_step_s": 1.0, "calibrated_step_low_s": 0.8, "calibrated_step_high_s": 1.25}
+    rough = of(*few(device="simulated", gpu_name=None, **(speeds | {"calibrated_tokens_per_s": 4321.0} | step)))
+    assert rough.speed.interval == "3,500 to 5,400"  # 4,321 / 1.25 and / 0.8
 
 
 @pytest.mark.slow
