@@ -44,14 +44,12 @@ class Speeds:
 class StepTime:
     """Seconds of a step: of the GPU, of the host, and of both with a 95 % interval. `bound_by` is the slower one.
 
-    `kernels_s` are the GPU's by kind of kernel, the least time of all kernels as `LEAST`; `communication_s` of
-    collectives. The GPU's are the longer of the two.
+    `kernels_s` are those of kernels by kind, with the least time of all kernels as `LEAST`.
     """
 
     gpu_s: float
     host_s: float
     kernels_s: Mapping[str, float]
-    communication_s: float
     step_s: float
     low_s: float
     high_s: float
@@ -107,7 +105,7 @@ def time_step(
     kernels_s[LEAST] = launches * speeds.kernel_s
     alone_s, host_s = sum(kernels_s.values()), launches * speeds.host_s[host]
     gpu_s = max(alone_s, communication_s)
-    bound_by = "gpu" if gpu_s >= host_s else "host"
-    step_s, wide = max(gpu_s, host_s), math.exp(speeds.spread[bound_by])
-    high_s = max(alone_s + communication_s, host_s) * wide
-    return StepTime(gpu_s, host_s, kernels_s, communication_s, step_s, step_s / wide, high_s, bound_by)
+    of_gpu, of_host = (math.exp(speeds.spread[name]) for name in ("gpu", "host"))
+    low_s = max(gpu_s / of_gpu, host_s / of_host)  # of two queues that may each be faster or slower
+    high_s = max((alone_s + communication_s) * of_gpu, host_s * of_host)
+    return StepTime(gpu_s, host_s, kernels_s, max(gpu_s, host_s), low_s, high_s, "gpu" if gpu_s >= host_s else "host")

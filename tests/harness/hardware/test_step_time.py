@@ -48,6 +48,9 @@ def test_the_slower_of_gpu_and_host_decides() -> None:
     assert host is not None and (host.bound_by, host.gpu_s) == ("host", pytest.approx(0.01, rel=1e-3))
     assert (host.low_s, host.step_s, host.high_s) == pytest.approx((0.021, 0.042, 0.084), rel=1e-3)
     sent = time_step([(product, 10)], H100, False, SPEEDS, "plain", 0.03)
+    near = time_step([(product, 10), (tiny, 600)], H100, False, SPEEDS, "plain")  # 26.1 ms of the GPU, 17.1 of the host
+    assert near is not None and (near.bound_by, near.step_s) == ("gpu", pytest.approx(0.0261, rel=1e-3))
+    assert (near.low_s, near.high_s) == pytest.approx((0.0261 / 1.1, 0.01708 * 2), rel=1e-3)  # the host may take twice
     assert sent is not None and sent.step_s == 0.03
     assert (sent.low_s, sent.high_s) == pytest.approx((0.03 / 1.1, 0.0501 * 1.1), rel=1e-3)  # overlap is unknown
     assert time_step([(Work("unknown", 1, 1, 1), 1)], H100, False, SPEEDS, "plain") is None
