@@ -47,7 +47,7 @@ def speed_lines(gpu: str, bound_by: Mapping[str, str], both: Sequence[tuple[str,
         "*at best* is the roofline estimate, which no GPU reaches. *calibrated* is the same with factors from the "
         "speeds that others published for this GPU, as earlier versions predicted. MFU refers to the dense peak of the "
         "precision.",
-        "[How prediction works](how_prediction_works.md) defines both estimates.",
+        "[How prediction works](how_prediction_works.md) defines the first.",
         "",
         "| trial | bound by | tokens/s | step ms | at best ms | calibrated ms | measured / calibrated | MFU |",
         "|---|---|---:|---:|---:|---:|---:|---:|",

@@ -27,6 +27,7 @@ from vramsweep.harness.hardware.roofline import Work, merge_work
 from vramsweep.harness.hardware.step_time import StepTime, pooled, time_step
 from vramsweep.harness.spec import trial_parser
 from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial_identity import SIMULATION
 from vramsweep.runners.predict.predicted_row import host_kind
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,10 +86,8 @@ def main(arguments: Iterable[str] | None = None) -> int:
         with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
             for number, wrong in enumerate(pool.imap_unordered(trace_kernels, tasks), 1):
                 print(f"traced {number} of {len(tasks)}: {wrong or 'ok'}", flush=True)
-    for one in record["readings"]:
-        for column in COLUMNS:
-            one.pop(column, None)
-    for one in speeds:
+    record["made"]["times_simulation"] = str(SIMULATION)
+    for one in speeds:  # those without kernels keep the times that they have
         file = files.get(one["trial_id"])
         if file is not None and file.exists() and (found := time_run(trials[one["trial_id"]], one, file)) is not None:
             one |= {column: getattr(found, name) for column, name in COLUMNS.items()}

@@ -144,7 +144,8 @@ def predict_left_out(rows: Sequence[Timed], own_host: bool) -> pd.DataFrame:
                 found = one.predict(speeds)
                 error = found.step_s / one.measured_s - 1
                 lines.append({"gpu": gpu, "model": model, "bound_by": one.bound_by, "predicted": found.bound_by,
-                              "error": error, "log": -np.log1p(error)})  # fmt: skip
+                              "error": error, "log": -np.log1p(error), "measured_s": one.measured_s,
+                              "gpu_s": found.gpu_s, "host_s": found.host_s})  # fmt: skip
     return pd.DataFrame(lines)
 
 
@@ -158,12 +159,17 @@ def tabulate(errors: pd.DataFrame) -> pd.DataFrame:
 
     A model's interval is as wide as the errors of the other models are.
     """
-    parts = [(mine, find_spread(errors[errors["model"].ne(model)])) for model, mine in errors.groupby("model")]
-    errors = pd.concat([mine.assign(wide=mine["predicted"].map(spread)) for mine, spread in parts])
+    judged = []
+    for model, mine in errors.groupby("model"):
+        of_gpu, of_host = (np.exp(find_spread(errors[errors["model"].ne(model)])[name]) for name in ("gpu", "host"))
+        low = np.maximum(mine["gpu_s"] / of_gpu, mine["host_s"] / of_host)  # as in step_time.time_step
+        high = np.maximum(mine["gpu_s"] * of_gpu, mine["host_s"] * of_host)
+        judged.append(mine.assign(inside=mine["measured_s"].between(low, high), wide=np.log(high / low) / 2))
+    errors = pd.concat(judged)
     lines = []
     for name, mine in [("all", errors), *errors.groupby("bound_by")]:
         size, wide = mine["error"].abs(), mine["wide"]
-        covered = (mine["log"].abs() <= wide).mean()
+        covered = mine["inside"].mean()
         lines.append({"rows": f"{name} ({len(mine)})", "median": f"{size.median():.1%}",
                       "90th percentile": f"{size.quantile(0.9):.1%}", "within the interval": f"{covered:.0%}",
                       "median width": f"±{np.expm1(wide).median():.0%}"})  # fmt: skip

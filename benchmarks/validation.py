@@ -235,7 +235,7 @@ def _cell_text(line: Mapping[str, Any] | pd.Series[Any], column: str) -> str:
 def of_speed(found: pd.DataFrame) -> pd.DataFrame:
     """Tabulate errors of seconds a step by source and GPU: of the roofline, and of the calibrated time.
 
-    `within` is the share of readings within the interval. Readings that are the same trial's count once.
+    The last column counts the readings within the interval. Those of the same trial count once.
     """
     speed = found[found["quantity"].isin(SPEED) & found["error"].notna() & ~found["again"]]
     if "calibrated_step_s" not in speed or (speed := speed[speed["calibrated_step_s"].notna()]).empty:

@@ -19,6 +19,7 @@ from plotly.subplots import make_subplots
 from validation import (
     GIB,
     MEMORY,
+    SPEED,
     Validation,
     load,
     of_class,
@@ -48,9 +49,8 @@ _RANKS = re.compile(r"; active \d+ to \d+, reserved \d+ to \d+")  # the peaks of
 _SPEED = """\
 Errors of seconds a step. *estimated* is the roofline estimate, the longer of computation and communication.
 *calibrated* is `calibrated_step_s` of simulation 17, whose speeds were fitted to an H100's and an H200's steps, not to
-these readings. 81 of 236 readings have it so far: those of two sources, and others drawn at random
-(`python benchmarks/published_times.py` times the rest). The largest misses are llm-foundry's 65,536 tokens on H100s,
-and ZeRO-3 of a small model on one GPU, where the host limits the step."""
+these readings. %d of %d readings have it so far, not evenly over the sources
+(`python benchmarks/published_times.py` times the rest)."""
 _OLDER = """\
 `+versions` makes a prediction allocate what an earlier version of a library allocates. The table has the errors with
 these known differences and without them."""
@@ -197,8 +197,14 @@ def all_tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
         ("Which runs fit", "How many runs fitted, and how many are predicted to.", of_outcomes(made.readings)),
         ("Large errors", _LARGE, of_reasons(found)),
         ("Not predicted", "*first* names the first of these runs.", of_left_out(found)),
-        ("Speed", _SPEED, of_speed(found)),
+        ("Speed", _SPEED % _timed(found), of_speed(found)),
     ]  # fmt: skip
+
+
+def _timed(found: pd.DataFrame) -> tuple[int, int]:
+    """Return how many readings of speed have a calibrated time, and how many have an estimate."""
+    speed = found[found["quantity"].isin(SPEED) & found["error"].notna() & ~found["again"]]
+    return int(speed["calibrated_step_s"].notna().sum()) if "calibrated_step_s" in speed else 0, len(speed)
 
 
 def page(made: Validation, folder: Path, figure: Path, every: Path) -> str:

@@ -154,8 +154,6 @@ def test_large_errors_of_one_reason_are_one_line() -> None:
     assert validation_page.of_reasons(found.head(0)).empty and validation_page.of_near(found.head(0)).empty
 
 
-@pytest.mark.slow
-@pytest.mark.deterministic
 def test_the_time_of_a_step_is_judged_by_its_middle_and_its_interval() -> None:
     def timed(run: str, measured: float, step: float, **over: Any) -> dict[str, Any]:
         ends = {"calibrated_step_low_s": step / 1.1, "calibrated_step_high_s": step * 1.1, "calibrated_step_s": step}
@@ -173,6 +171,8 @@ def test_the_time_of_a_step_is_judged_by_its_middle_and_its_interval() -> None:
     assert validation.of_speed(errors(reading())).empty
 
 
+@pytest.mark.slow
+@pytest.mark.deterministic
 def test_the_kept_page_and_csv_are_what_the_kept_readings_make(tmp_path: Path) -> None:
     place = ROOT / "results" / "reference" / "validation"
     figure, every = ROOT / "docs" / "images" / "validation.png", place / "every_reading.csv"

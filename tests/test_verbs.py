@@ -153,7 +153,7 @@ def test_values_of_others_are_left_as_they_are() -> None:
 
 @each
 def test_every_file_that_is_written_is_refused_at_once_if_it_cannot_be(verb: Verb, here: Path, cli: Cli) -> None:
-    out = [one for one in actions(verb) if one.dest in ("out", "figure", "efficiencies") or "OUT" in str(one.metavar)]
+    out = [one for one in actions(verb) if one.dest in ("out", "figure") or "OUT" in str(one.metavar)]
     folders = verb.name in ("report", "paper")
     assert all(isinstance(one.type, argument_parser.OutFile) != folders for one in out)
     for one in [] if folders else out:

@@ -35,7 +35,7 @@ from vramsweep.harness.spec.trial_identity import ID_DEFAULTS
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
 # Dicts that are kept, as JSON text; of the others only the trial is read.
-_PARTS = ("part_peak_allocated_bytes", "part_peak_reserved_bytes", "oom_parts_bytes")
+_PARTS = ("part_peak_allocated_bytes", "part_peak_reserved_bytes", "oom_parts_bytes", "estimated_kernels_s")
 _NESTED = ("trial", *(c.name for c in COLUMNS if c.type is dict and c.name not in ("trial", *_PARTS)))
 DRAWN = "lengths:"  # start of `data` if samples have lengths of their own (harness/spec/length_distribution.py)
 EXTRA = "trial."  # prefix of settings that only the resolved trial holds

@@ -5,7 +5,8 @@ its kind, and `kernel_s`. The host takes `host_s` for each launch. The GPU works
 lasts as long as the slower of the two. step_time.json holds values pooled over GPUs: benchmarks/step_times.py fits them
 to measured steps, and says how far off they are for models that they were not made from.
 
-Not covered: how collectives slow down the kernels that they overlap with; the size at which a product fills the GPU.
+Not covered: how collectives slow down the kernels that they overlap with; the size at which a product fills the GPU;
+results with unaligned rows, which the factor of products with unaligned arguments absorbs.
 """
 
 import math
@@ -70,7 +71,7 @@ def time_kernel(work: Work, gpu: Gpu, tf32: bool, speeds: Speeds) -> tuple[str, 
     needs an unknown peak."""
     if (peak := peak_rates(gpu, tf32).get(arithmetic(work))) is None:
         return None
-    arithmetic_of, stream = factor_kinds(work, tf32)
+    arithmetic_of, stream = factor_kinds(work, tf32 and gpu.tf32 is not None)
     computed = speeds.factors[arithmetic_of] * work.flops / peak if work.flops else 0.0
     streamed = speeds.factors[stream] * work.nbytes / gpu.bandwidth
     return (arithmetic_of, computed) if computed > streamed else (stream, streamed)

@@ -16,7 +16,7 @@ AHEAD = "the peak grows if the CPU runs ahead of the GPU"
 ADAPTED = ("bf16", "fp16")  # precisions with fp32 weights; often an adapter's model has others
 NEAR = 0.01  # share of the limit; a trial that leaves less only just fits
 COMMUNICATION_GIB = 2
-UNALIGNED = 0.1  # share of a step that is worth a word
+PADDING = 0.1  # share of a step that unaligned products must take before padding is worth a word
 NO_ROOM = "NCCL's buffers of 1 to 2 GiB, which may not fit next to this peak (device.headroom_gib=2 includes them)"
 COMMUNICATION = "NCCL's buffers; leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
 
@@ -137,14 +137,15 @@ def communication_bytes(trial: Trial) -> int:
 
 def describe_padding(trial: Trial, row: Mapping[str, Any]) -> str | None:
     """Say what to pad if products with unaligned rows are a tenth of a predicted step that the GPU limits, or None."""
-    seconds = (row.get("estimated_kernels_s") or {}).get(UNALIGNED_PRODUCT, 0.0)
-    if row.get("estimated_bound_by") != "gpu" or seconds < UNALIGNED * row["calibrated_step_s"]:
+    kernels = row.get("estimated_kernels_s") or {}
+    seconds, step = kernels.get(UNALIGNED_PRODUCT, 0.0), row.get("calibrated_step_s") or 0.0
+    if row.get("estimated_bound_by") != "gpu" or kernels["collectives"] >= step or seconds < PADDING * step:
         return None
     size = trial.model.config.get("vocab_size")
     what = "the odd sizes of the model to multiples of 64"
     if isinstance(size, int) and size % 8:
         what = f"the vocabulary from {size:,} to {-(-size // 64) * 64:,}"
-    share = f"{100 * seconds / row['calibrated_step_s']:.0f} % of the estimated step"
+    share = f"{100 * seconds / step:.0f} % of the estimated step"
     return f"matrix products whose rows do not begin at multiples of 16 bytes take {share}; pad {what}"
 
 

@@ -169,11 +169,12 @@ def flops_per_step(trial: Trial, parameters: int) -> float:
 
 def measuring_seconds(trial: Trial, row: Row | None, end: str = "") -> float | None:
     """Return the seconds that a simulated trial would take on its GPU; None if unknown. They come from its row's
-    estimated step (`end` "low_" or "high_": an end of its interval), else from its FLOPs at `REACHED` of the peak."""
-    known = row or {}
-    step_s = known.get(f"calibrated_step_{end}s") or known.get("calibrated_step_s") or known.get("estimated_step_s")
+    estimated step, else from its FLOPs at `REACHED` of the peak. `end` is "low_" or "high_": an end of the row's
+    interval, which nothing replaces."""
+    found = row or {}
+    step_s = found.get(f"calibrated_step_{end}s") or (None if end else found.get("estimated_step_s"))
     peak, parameters = peak_of(trial.device.card, trial.precision), trial.model.parameters
-    if step_s is None and peak and parameters:
+    if step_s is None and not end and peak and parameters:
         step_s = flops_per_step(trial, parameters) / (REACHED * peak)
     steps = trial.protocol.warmup_steps + 1 + trial.protocol.measured_steps + 1 + trial.record
     return None if step_s is None else START_S + steps * step_s

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             records.append(record(trial_id, trial, answer))
         else:
             (show_time if arguments.time else show)(trial, answer, console)
-        if traces is None and answer["refused"] is not None and not (arguments.json or arguments.time):
+        if traces is None and answer["refused"] is not None and not arguments.json:
             command = shlex.join(["vramsweep", "advise", *words]).replace(" device.gpu=", " gpu=")
             console.print(f"next:\n  {escape(command)}  # what makes it fit", soft_wrap=True)
     if arguments.json:
@@ -134,28 +134,27 @@ def show_time(trial: Trial, answer: Mapping[str, Any], console: Console) -> None
     if found.get("calibrated_step_s") is None:
         console.print(escape(answer["untimed"] or "no estimated times, because the step launches no kernel"))
         return
+    if answer["refused"] is not None or answer["host_refused"] is not None:
+        console.print("[red]does not fit[/]; the times are those of a run that did")
     kernels = dict(found["estimated_kernels_s"])
-    beside = {name: kernels.pop(name) for name in ("collectives", "host")}
+    collectives, host = kernels.pop("collectives"), kernels.pop("host")
     whole = sum(kernels.values())
     step, low, high = (format_estimate(1e3 * found[f"calibrated_step_{name}s"]) for name in ("", "low_", "high_"))
-    limit = "host" if found["estimated_bound_by"] == "host" else "GPU"
-    console.print(f"a step takes about {step} ms ({low} to {high}); the {limit} limits it")
+    limit = "the host limits" if host > max(whole, collectives) else "the GPU limits"
+    limit = "collectives limit" if collectives > max(whole, host) else limit
+    console.print(f"a step takes about {step} ms ({low} to {high}); {limit} it")
     table = make_table(("", "ms", "share"), title="Estimated time of a step by kind of kernel", numbers=("ms", "share"))
     for name, seconds in sorted(kernels.items(), key=lambda one: -one[1]):
         table.add_row(TIMES[name], f"{1e3 * seconds:,.2f}", f"{seconds / whole:.0%}")
     table.add_row("= all kernels, one after the other", f"{1e3 * whole:,.2f}", "", style="bold")
     table.add_section()
-    beside = {
-        f"host, for {found['estimated_launches']:,} launches": beside["host"],
-        "collectives": beside["collectives"],
-    }
-    for name, seconds in beside.items():
+    for name, seconds in ((f"host, for {found['estimated_launches']:,} launches", host), ("collectives", collectives)):
         if seconds:
             table.add_row(f"at the same time: {name}", f"{1e3 * seconds:,.2f}", "")
     console.print(table)
     if (padding := fit_text.describe_padding(trial, found)) is not None:
-        console.print(escape(padding))
-    console.print(f"[dim]speeds: {escape(found['calibration'])}[/]")
+        console.print(escape(padding), soft_wrap=True)
+    console.print(f"[dim]speeds: {escape(found['calibration'])}[/]", soft_wrap=True)
 
 
 def list_gpus(trial: Trial, need: int) -> Iterator[str]:

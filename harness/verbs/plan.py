@@ -209,11 +209,11 @@ def list_measurements(
     for (gpu, gpus), items in groups.items():
         spent, low, high = (_add_seconds(items, rows, end) for end in ("", "low_", "high_"))
         cost = None if spent is None or price_per_hour is None else spent / 3600 * price_per_hour
-        known = all(p.trial_id in rows for p in items)
+        known = all((rows.get(p.trial_id) or {}).get("estimated_step_s") for p in items)
         rough = "rough, from parameters and tokens, until the trials are predicted"
         basis = "from estimated step times" if known else rough
         found.append({"gpu": gpu, "gpus": gpus, "trials": len(items), "estimated_s": spent, "estimated_cost": cost,
-                      "estimated_low_s": low if known else None, "estimated_high_s": high if known else None,
+                      "estimated_low_s": low, "estimated_high_s": high,
                       "basis": basis})  # fmt: skip
     return found
 

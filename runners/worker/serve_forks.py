@@ -167,10 +167,12 @@ def _become_worker(parent: int, attempt: str, environ: dict[str, str]) -> None:
 def unclean() -> str | None:
     """Return why workers forked from this process could not use CUDA; None if they can."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        state = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW).cuDevicePrimaryCtxGetState
     except OSError:  # nothing has loaded it
         return None
-    code = driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(ctypes.c_uint()), ctypes.byref(ctypes.c_int()))
+    except AttributeError:
+        return "importing it loads a CUDA driver that cannot say whether CUDA was initialised"
+    code = state(0, ctypes.byref(ctypes.c_uint()), ctypes.byref(ctypes.c_int()))
     return None if code == NOT_INITIALIZED else f"importing it initialises CUDA (CUresult {code})"
 
 

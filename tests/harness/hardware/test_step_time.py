@@ -24,6 +24,7 @@ BF16, FP32, BYTES = round(989.4e9), round(67e9), round(3.35e9)  # each takes 1 m
         (Work("fp32", FP32, 1, 1), False, 3),
         (Work(UNALIGNED + "fp32", FP32, 1, 1), False, 3),  # no tensor cores, so no alignment
         (Work("fp32", round(494.7e9), 1, 1), True, 4),  # 494.7 TFLOP/s in tf32
+        (Work("3xtf32", round(494.7e9 / 3), 1, 1), False, 4),
         (Work(ATTENTION + "bf16", BF16, 1, 1), False, 6),
         (Work(BACKWARD + "bf16", BF16, 1, 1), False, 7),
         (Work("bf16", 1, BYTES, 1), False, 8),  # a product that is bound by its bytes
@@ -54,3 +55,10 @@ def test_the_slower_of_gpu_and_host_decides() -> None:
     assert sent is not None and sent.step_s == 0.03
     assert (sent.low_s, sent.high_s) == pytest.approx((0.03 / 1.1, 0.0501 * 1.1), rel=1e-3)  # overlap is unknown
     assert time_step([(Work("unknown", 1, 1, 1), 1)], H100, False, SPEEDS, "plain") is None
+
+
+def test_a_gpu_without_tf32_takes_as_long_as_in_fp32() -> None:
+    v100 = gpu_named("v100-16gb")
+    assert time_kernel(Work("fp32", FP32, 1, 1), v100, True, SPEEDS) == time_kernel(
+        Work("fp32", FP32, 1, 1), v100, False, SPEEDS
+    )

@@ -215,7 +215,12 @@ def test_an_estimated_step_time_is_scaled_to_the_configuration_s_other_trials() 
     assert mine.expected(small).seconds == pytest.approx(START_S + spent / 2)
     assert mine.expected(other).seconds is None
     predicted = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "h100-80gb"}))
-    row = {"calibrated_step_s": 2.0, "calibrated_step_low_s": 1.5, "calibrated_step_high_s": 3.0}
+    row = {
+        "estimated_step_s": 1.0,
+        "calibrated_step_s": 2.0,
+        "calibrated_step_low_s": 1.5,
+        "calibrated_step_high_s": 3.0,
+    }
     assert measuring_seconds(predicted, row) == START_S + 2.0 * 5  # warm-up, probe, 2, FLOPs
     item = plan.plan_trial(predicted)
     (found,) = list_measurements([item], {item.trial_id: row}, 36.0)
@@ -223,5 +228,7 @@ def test_an_estimated_step_time_is_scaled_to_the_configuration_s_other_trials() 
     assert ends == [START_S + 7.5, START_S + 10, START_S + 15] and found["estimated_cost"] == pytest.approx(0.12)
     (unknown,) = list_measurements([item], {}, None)
     assert unknown["estimated_low_s"] is None  # nothing is predicted, so no interval is known
+    (untimed,) = list_measurements([item], {item.trial_id: {"estimated_step_s": None}}, None)
+    assert untimed["estimated_high_s"] is None and untimed["basis"].startswith("rough")
     rough = measuring_seconds(predicted, None)
     assert rough is not None and START_S < rough < START_S + 1

@@ -119,6 +119,11 @@ def test_what_is_said() -> None:
     assert "peak GiB" in alone
 
 
+def test_what_to_pad_is_said_before_the_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stub, "padding", "pad the vocabulary")
+    assert "\npad the vocabulary\n" in said(found()).partition("Each change alone")[0]
+
+
 def test_small_runs_are_compared_in_mib() -> None:
     few = dataclasses.replace(found(), limit=2 << 30)
     small = [dataclasses.replace(one, need=one.need and one.need // 100) for one in few.tried]

@@ -75,15 +75,19 @@ TIMED: dict[str, Any] = {
 )
 def test_the_time_of_a_step_by_kind_of_kernel(config: dict[str, Any], pad: str) -> None:
     model = tiny()["model"] | {"config": config}
-    found = {"speed": TIMED, "untimed": None}
+    found = answer(speed=TIMED, untimed=None)
     text = said(found, 120, explain.show_time, model=model)
     assert "a step takes about 40 ms (30 to 50); the GPU limits it" in text and "two measured steps" in text
-    assert re.search(r"matrix products, half precision +20.00 +50%", text)
+    assert re.search(r"matrix products, half precision or FP8 +20.00 +50%", text)
     assert re.search(r"= all kernels, one after the other +40.00 ", text)
     assert re.search(r"host, for 999 launches +30.00 ", text) and "collectives" not in text
     assert " ".join(text.split()).count(f"take 45 % of the estimated step; pad {pad} ") == 1
     for over in ({"estimated_bound_by": "host"}, {"calibrated_step_s": 0.2}):  # nothing to gain, or less than a tenth
         assert "; pad" not in said(found | {"speed": TIMED | over}, 120, explain.show_time, model=model)
+    sent = TIMED | {"estimated_kernels_s": TIMED["estimated_kernels_s"] | {"collectives": 0.041}}
+    text = said(answer(speed=sent | {"calibrated_step_s": 0.041}, refused={}), 120, explain.show_time, model=model)
+    assert "collectives limit it" in text and re.search(r"at the same time: collectives +41.00", text)
+    assert "does not fit; the times are those of a run that did" in text and "; pad" not in text
     untimed = said({"speed": {}, "untimed": "no estimated times, because of it"}, 120, explain.show_time)
     assert untimed.endswith("no estimated times, because of it\n")
     assert set(explain.TIMES) == {*pooled().factors, LEAST}

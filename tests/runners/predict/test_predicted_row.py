@@ -94,6 +94,19 @@ def test_a_card_with_other_memory_keeps_what_is_known_of_its_speed(tmp_path: Pat
     assert smaller.columns["gpu_name"] == "h100-80gb with 8 GiB"
 
 
+@pytest.mark.parametrize(
+    ("over", "kind"),
+    [
+        ({}, "plain"),
+        ({"checkpointing": "full"}, "checkpointing"),
+        ({"optimizer": "adamw_torch_8bit", "checkpointing": "full"}, "torchao"),
+        ({"runner": {"name": "deepspeed"}, "sharding": "zero3", "world_size": 2}, "sharded"),
+    ],
+)
+def test_the_host_s_time_goes_by_what_a_step_calls(over: dict[str, Any], kind: str) -> None:
+    assert predicted_row.host_kind(trial_parser.parse(tiny(device=SIMULATED, **over))) == kind
+
+
 @pytest.mark.slow
 def test_what_the_optimizer_takes_does_not_go_with_the_tokens(tmp_path: Path) -> None:
     """With few tokens only the optimizer's step counts; its temporaries are as large as the weights."""
